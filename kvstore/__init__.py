@@ -137,7 +137,7 @@ if not TYPE_CHECKING:  # a checker that saw this would take every name, misspelt
 
 
 class _PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import finder for names of ``_PUBLIC``: ``kvstore.gluon`` is ``kvstore.mxnet.gluon``.
+    """Import finder for public names: ``kvstore.gluon`` and others.
 
     Both names give the same module object, also for the modules within.
     """
@@ -166,7 +166,7 @@ class _PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Absent:
-    """The last import finder: it names an alternative for a module that only MXNet has."""
+    """Import finder that names an alternative for a missing MXNet module."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:

@@ -92,7 +92,7 @@ def _serve(config: Config) -> int:
 
 
 def check_type(name: str) -> None:
-    """Raise ``UnknownTypeError``, which lists the names, unless ``create`` knows this one."""
+    """Raise ``UnknownTypeError`` unless ``create`` knows this store type."""
     known = [*STORE_TYPES, *KVStoreBase.kv_registry]  # plug-ins last
     if name.lower() not in known:
         raise UnknownTypeError(

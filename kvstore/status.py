@@ -1,4 +1,4 @@
-"""``kvstore status``: what the nodes of a running job do, from the job's scheduler.
+"""``kvstore status``: show what the nodes of a running job do.
 
 Asks as an observer (``pslite/apps/observer.py``), which takes no part in the job, and prints the
 answer as tables, as JSON or in one line; ``docs/status.md`` explains each column to its reader. A
@@ -102,7 +102,10 @@ def _interval(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; ``arguments`` are those of this process by default. Returns its code."""
+    """Run the command and return its exit code.
+
+    ``arguments`` are those of this process by default.
+    """
     options = _parser().parse_args(arguments)
     try:
         if options.kubernetes:
@@ -137,7 +140,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _ask_in_pod(options: argparse.Namespace) -> int:
-    """Run this command where the job's scheduler is. Raises ``LaunchError``, ``ClusterError``."""
+    """Run this command in the scheduler's pod.
+
+    Raises ``LaunchError``, ``ClusterError``.
+    """
     cluster = connect(options.namespace)
     words = [flag for flag in ("json", "line") if getattr(options, flag)]
     command = ["python", "-m", "kvstore.status", *(f"--{flag}" for flag in words)]
@@ -237,7 +243,10 @@ class Summary(NamedTuple):
 
 
 def rates(node: NodeStatus, before: Survey | None) -> tuple[float | None, ...]:
-    """Return the bytes a second of ``_TRAFFIC`` since ``before``; None where that is not known."""
+    """Return the bytes per second of ``_TRAFFIC`` since ``before``, or None.
+
+    It is None if unknown.
+    """
     now, then = node.report, None
     if before is not None:
         then = next((each.report for each in before.nodes if each[:4] == node[:4]), None)
@@ -411,7 +420,7 @@ def _remarks(survey: Survey) -> list[str]:
 
 
 def as_json(survey: Survey, before: Survey | None) -> dict[str, Any]:
-    """Return the job as plain data: all fields of the survey, with rates and a summary."""
+    """Return the job as plain data: the survey, with rates and a summary."""
     fields: dict[str, Any] = _plain(survey)
     for node, shown in zip(survey.nodes, fields["nodes"], strict=True):
         if shown["report"] is not None:

@@ -1,4 +1,4 @@
-"""The runtime under ``kvstore``: a scheduler, servers and workers that exchange messages.
+"""The runtime below ``kvstore``: a scheduler, servers and workers.
 
 ::
 

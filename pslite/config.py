@@ -47,7 +47,7 @@ def _setting(
     choices: Sequence[str] = (),
     parse: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Declare a field: its name in the environment, what it means, and its range or choices.
+    """Declare a field: its environment variable, meaning, and range or choices.
 
     Without ``parse``, a text is read as what the default is (``None``: as an integer).
     """
@@ -374,7 +374,7 @@ class Config:
 
     @property
     def report_after_s(self) -> float:
-        """Seconds until waits are reported: soon enough for what PS_STALL_TIMEOUT will say."""
+        """Return after how many seconds to report waits: before PS_STALL_TIMEOUT."""
         return min(self.stall_report_s, self.stall_timeout_s / 4 or math.inf)
 
     def checked_for_cluster(self) -> Config:

@@ -120,7 +120,10 @@ def as_failure(error: BaseException) -> Exception:
 
 
 def told(error: BaseException | None) -> tuple[str, str, str, int]:
-    """Return what messages tell of an error: kind, text, and the lost node's role and rank."""
+    """Return an error as messages carry it: kind, text, and the lost node.
+
+    The lost node is given by its role and rank.
+    """
     kind, text = ("", "") if error is None else describe(error)
     lost = (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
     return kind, text, *lost

@@ -1,4 +1,4 @@
-"""Checks of a process's limits: open files (RLIMIT_NOFILE), memory, threads. A leaf.
+"""Checks of a process's limits: open files, memory, threads.
 
 It is looked at before a node starts, so that the error says which limit to raise.
 
@@ -33,7 +33,7 @@ _NO_MEMORY = (
 
 
 class FilesNeeded(NamedTuple):
-    """The number of files that a node opens: ``least`` is necessary, ``usual`` is enough."""
+    """The number of files that a node needs (``least``) and uses (``usual``)."""
 
     least: int
     usual: int

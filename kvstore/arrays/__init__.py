@@ -63,13 +63,15 @@ class Adapter(Protocol):
         """Return the array's shape."""
 
     def dtype(self, array: Array) -> np.dtype[Any]:
-        """Return the array's dtype as NumPy's, in whatever byte order; it may be none for a store.
+        """Return the array's dtype as NumPy's, in any byte order.
+
+        Stores may not be able to hold it.
 
         Raises ``ArgumentTypeError`` for an array of the library whose values cannot be had.
         """
 
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
-        """Return the array's own memory as flat, writable bytes, in the order of its elements.
+        """Return the array's own memory as flat, writable bytes, in element order.
 
         None unless values in native byte order may be written right there. The writer
         calls ``written`` afterwards.
@@ -97,16 +99,16 @@ class Adapter(Protocol):
         """Return the values as NumPy's or CuPy's array, without a copy where possible."""
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
-        """Return the values as a C-contiguous array in native byte order; no copy if it is one."""
+        """Return a C-contiguous array in native byte order; without a copy if possible."""
 
     def from_host(self, host: np.ndarray[Any, Any], out: Array) -> None:
-        """Set all of ``out`` to ``host`` (same shape), cast to ``out``'s dtype; any strides."""
+        """Set ``out`` to ``host`` (same shape), cast to its dtype; any strides."""
 
     def assign(self, value: Array, out: Array) -> None:
         """Assign a value of any library on any device, as ``from_host`` does."""
 
     def to_context(self, array: Array, context: Context) -> NativeArray:
-        """Return the values on ``context``, which is of this library; no copy if they are there.
+        """Return the values on ``context``, without a copy if they are there already.
 
         ``array`` may belong to another library.
         """
@@ -117,7 +119,7 @@ class Adapter(Protocol):
     def sum_in_order(
         self, arrays: Sequence[Array], context: Context, dtype: np.dtype[Any]
     ) -> NativeArray:
-        """Return a new array on ``context``: ((a0 + a1) + a2) + ..., cast to ``dtype`` at the end.
+        """Return a new array on ``context``: ((a0 + a1) + a2) + ..., cast to ``dtype``.
 
         The arrays share shape and dtype and may be of several libraries on several devices.
         float16 and bfloat16 are added in float32, everything else in its own dtype; the order
@@ -181,7 +183,7 @@ def adapter_for(value: object) -> Adapter:
 
 
 def register(kind: type, adapter: Adapter) -> None:
-    """Make arrays of this class, and of classes that extend it, values that stores take."""
+    """Accept arrays of this class and its subclasses as values of stores."""
     _registered[kind] = _adapters[kind] = adapter
 
 
@@ -191,7 +193,7 @@ def adapter_on(context: Context) -> Adapter:
 
 
 def _library_of(kind: type) -> str | None:
-    """Return the library that arrays of this class belong to, by the names of its bases."""
+    """Return the library of arrays of this class, by the names of its bases."""
     for base in kind.__mro__:
         package = _package_of(base)
         library = _LIBRARIES.get((package, base.__name__))

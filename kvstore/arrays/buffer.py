@@ -1,4 +1,4 @@
-"""Look at arrays in place: NumPy's own, and what NumPy and CuPy can view without a copy.
+"""Views of arrays in place: NumPy's own, and those of other libraries.
 
 ``NumpyAdapter`` is the reference for ``cupy.py``: same operations, same bits; the arithmetic itself
 is in ``kvstore/arrays/cpu/sums.py``. ``ViewAdapter`` answers everything from one method, ``view``;
@@ -81,7 +81,7 @@ class NumpyAdapter(NativeAdapter):
 
 
 class ViewAdapter(abc.ABC):
-    """Implements :class:`kvstore.arrays.Adapter`, see there for each promise, by ``view``."""
+    """An :class:`kvstore.arrays.Adapter` that uses ``view``."""
 
     @abc.abstractmethod
     def view(self, array: Array) -> NativeArray:

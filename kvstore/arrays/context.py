@@ -1,4 +1,4 @@
-"""Devices of arrays: ``cpu(0)``, ``gpu(1)``. Names a device and does no work on it.
+"""Devices of arrays: ``cpu(0)``, ``gpu(1)``. Only names; no work on them.
 
 A ``Context`` is a plain value that any thread may share. It never imports CuPy by itself:
 ``gpu(i)`` and ``Context.module`` do so through the one door, ``kvstore/arrays/cupy.py``,
@@ -19,7 +19,7 @@ _DEVICE_TYPES = ("cpu", "gpu")
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Context:
-    """A device: its type (``"cpu"`` or ``"gpu"``) and its number. Immutable and hashable.
+    """A device: a type (``"cpu"`` or ``"gpu"``) and a number. Immutable.
 
     ``with mx.gpu(1):`` makes it the device of arrays that name none, in this thread (or task).
     ``Context(other)`` of another context is an equal one. NumPy arrays all live on
@@ -74,7 +74,7 @@ _entered: ContextVar[tuple[Context, ...]] = ContextVar("entered", default=())
 
 
 def current_context() -> Context:
-    """Return the device of arrays that name none: of the innermost ``with``, else ``cpu(0)``."""
+    """Return the device of the innermost ``with``, else ``cpu(0)``."""
     entered = _entered.get()
     return entered[-1] if entered else Context("cpu", 0)
 

@@ -1,4 +1,4 @@
-"""The adapter for CuPy arrays, with devices and streams; the only import of CuPy in the project.
+"""The adapter for CuPy arrays; the only import of CuPy in the project.
 
 CuPy is loaded by the first ``gpu(i)`` or the first CuPy array, never before. Arithmetic is
 written as NumPy ufuncs, which CuPy arrays carry out on their device (NEP 13), so that the
@@ -28,7 +28,7 @@ from kvstore.errors import MissingDependencyError
 
 
 def load() -> ModuleType:
-    """Return the module ``cupy``. Raises ``MissingDependencyError`` when it cannot be imported."""
+    """Import ``cupy`` and return it. Raises ``MissingDependencyError``."""
     try:
         import cupy
     except ImportError as error:
@@ -41,7 +41,7 @@ def load() -> ModuleType:
 
 
 def contiguous(array: NativeArray) -> NativeArray:
-    """Return a CuPy array in C order, on its device: itself, or a new one that is there."""
+    """Return a C-ordered CuPy array on the same device, a copy if necessary."""
     if array.flags.c_contiguous:
         return array
     cupy = load()
@@ -143,7 +143,7 @@ def current_stream(device: int) -> Any:
 
 @functools.cache
 def own_stream(device: int, purpose: str) -> Any:
-    """Return the stores' own stream of this GPU for a purpose; nothing else is queued there."""
+    """Return the stores' own stream of this GPU for a purpose."""
     with on_device(device):
         return load().cuda.Stream(non_blocking=True)
 
@@ -158,7 +158,7 @@ def wait_for(stream: Any, home: int, other: int) -> None:
 
 @functools.cache
 def _may_reach(device: int, peer: int) -> None:
-    """Let copies between two GPUs go without the host's memory in between, if they can."""
+    """Enable direct copies between two GPUs if they support it."""
     runtime = load().cuda.runtime
     if not runtime.deviceCanAccessPeer(device, peer):
         return

@@ -40,7 +40,10 @@ def bfloat16() -> np.dtype[Any]:
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Return whether ``dtype`` is ``ml_dtypes.bfloat16`` in native byte order; imports nothing."""
+    """Return whether ``dtype`` is native ``ml_dtypes.bfloat16``.
+
+    It imports nothing.
+    """
     kind = dtype.type
     return (
         dtype.kind == "V"
@@ -118,7 +121,9 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
-    """Return a dtype as text: byte order, kind and size (NumPy's array interface protocol).
+    """Return a dtype as text: byte order, kind and size.
+
+    The format is that of NumPy's array interface.
 
     bfloat16 has no text of its own there, so it is ``"bfloat16"``.
     """

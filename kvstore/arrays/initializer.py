@@ -46,7 +46,7 @@ ONES = ("gamma", "var")
 
 
 class _ByName:
-    """The base of initializers: biases, gammas and means get fixed values by their names.
+    """The base of initializers; biases, gammas and means get fixed values.
 
     The base of initializers, one's own too: they override ``weight``, or MXNet's
     ``_init_weight(name, arr)``, which fills an ``mx.nd`` array.
@@ -124,7 +124,9 @@ class One(Constant):
 
 @dataclass(frozen=True)
 class Xavier(_ByName):
-    """Random numbers from U(-scale, scale) or N(0, scale), with scale = sqrt(magnitude / factor).
+    """Random numbers from U(-scale, scale) or N(0, scale) (Glorot and Bengio).
+
+    The scale is sqrt(magnitude / factor).
 
     factor is the number of inputs (``in``), of outputs (``out``) or their mean (``avg``) of one
     unit; a weight is (outputs, inputs, ...), and what follows multiplies both. Of Glorot and
@@ -159,7 +161,10 @@ class Xavier(_ByName):
 
 
 def MSRAPrelu(factor_type: str = "avg", slope: float = 0.25) -> Xavier:  # noqa: N802 (a class there)
-    """For units of slope ``slope`` below 0 (He et al., arXiv 1502.01852): a gaussian Xavier."""
+    """Create a gaussian Xavier for units of slope ``slope`` below 0.
+
+    Source: He et al., arXiv 1502.01852.
+    """
     return Xavier("gaussian", factor_type, 2.0 / (1.0 + slope**2))
 
 
@@ -179,7 +184,9 @@ class Orthogonal(_ByName):
 
 @dataclass(frozen=True)
 class Mixed:
-    """The initializer of the first pattern that matches the start of a parameter's name.
+    """The initializer of the first pattern that a parameter's name matches.
+
+    A pattern matches at the start of the name.
 
     ``patterns`` are regular expressions, such as ``[".*gate_bias", ".*"]``, and ``initializers``
     as many initializers. Raises ``ArgumentValueError`` for other numbers of them, and where no

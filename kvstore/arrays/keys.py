@@ -1,4 +1,4 @@
-"""The name, the shape and dtype, and the generation (number of initialisations) of a key.
+"""The name, shape, dtype and generation (number of inits) of a key.
 
 Pure types, for stores, servers and files alike. The checks of what callers pass are in
 ``kvstore/stores/arguments.py``.

@@ -1,4 +1,4 @@
-"""Tracking of the calls that still use an array's memory, for lazy ``NDArray`` objects.
+"""Tracking of calls that still use an array's memory, for lazy arrays.
 
 A store that returns before its work is done hands ``begin`` the future of that work. From then
 on every access to one of the arrays waits as long as it must: reading for the calls that write
@@ -119,7 +119,7 @@ class Use:
 
 
 class Uses:
-    """The unfinished calls that use one piece of memory, which an array shares with its views."""
+    """The unfinished calls that use one piece of memory, views included."""
 
     __slots__ = ("reads", "writes")
 

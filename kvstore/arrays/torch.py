@@ -121,7 +121,7 @@ def tensor_of(host: np.ndarray[Any, Any]) -> Array:
 
 
 def _plain(tensor: Any) -> Any:
-    """Return the tensor without its history and its subclass; shares memory and version."""
+    """Return the tensor without its history and subclass; shares its memory."""
     import torch
 
     kind = type(tensor)

@@ -1,4 +1,4 @@
-"""``kvstore bench``: measure the cost of an exchange on your machines in 20 seconds.
+"""``kvstore bench``: measure the cost of an exchange on your machines.
 
 Run alone it starts jobs on this machine by the launcher (with and without shared memory, and with
 one server more) and says what it has found. Started by the launcher, as the workers' command of a
@@ -185,7 +185,10 @@ def _cases(store: Any) -> dict[str, Callable[[], object]]:
 
 
 def _time(exchange: Callable[[], object], store: Any, agreement: Any, budget_ms: float) -> float:
-    """Return the slowest worker's median of as many rounds as the budget allows, after two."""
+    """Return the slowest worker's median time of rounds within the budget.
+
+    Two rounds warm up.
+    """
     _once_ms(exchange, store)
     first_ms = _slowest(agreement, _once_ms(exchange, store))
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_ms / max(first_ms, 1e-3))))

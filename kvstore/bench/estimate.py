@@ -1,4 +1,4 @@
-"""Estimate of the cost of a model's exchange from a few measured times, with advice.
+"""Estimate the cost of a model's exchange from measured times.
 
 Pure: times in, numbers and sentences out; it measures nothing. The cost of an exchange (push of
 all gradients and pull of all weights by one call) is taken as a sum of three parts: one for the
@@ -53,7 +53,7 @@ MODELS = {
 
 
 def model_from_shapes(text: str, name: str) -> Model:
-    """Return a model from a text with one shape a line, such as ``64, 3, 7, 7`` or ``64x3x7x7``.
+    """Return a model from lines with one shape each: ``64, 3`` or ``64x3``.
 
     Brackets around a shape, empty lines and what follows ``#`` do not count. Raises
     ``ArgumentValueError`` that names the line which is not a shape.
@@ -142,7 +142,7 @@ class Advice(NamedTuple):
 
 
 def advise(model: Model, costs: Costs, alternatives: Sequence[Alternative]) -> list[Advice]:
-    """Return what would make a step shorter than one call with plain arrays, most helpful first.
+    """Return what would shorten a step, the most helpful first.
 
     Only what was measured, and only what saves a part of ``WORTH_TELLING`` of the step.
     """
@@ -161,7 +161,7 @@ BUSY = 0.1
 
 
 def busy_share(before: str, after: str) -> float:
-    """Return the share of all processors in use between two readings of ``/proc/stat`` (proc(5)).
+    """Return the busy share of all processors between two ``/proc/stat`` reads.
 
     0 where nothing can be told.
     """

@@ -77,7 +77,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 class Replacement:
-    """A temporary file that replaces ``path`` when it is committed, and is deleted otherwise.
+    """A temporary file that replaces ``path`` when committed, else is deleted.
 
     A link is followed: what it leads to is replaced, and the link stays. Raises
     ``CheckpointError``, also where something else than a regular file has the name.
@@ -166,7 +166,7 @@ def _kind(mode: int) -> str:
 
 
 def remove_abandoned(folder: Path, is_meant: Callable[[str], bool], now: float) -> None:
-    """Remove files that replacements for such names left behind when their process was killed.
+    """Remove temporary files of killed processes for these names.
 
     ``now`` is the time in seconds as the file system has it, whose clock may be another one.
     """
@@ -201,7 +201,7 @@ def machine_name() -> str:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Put ``value`` into the file ``path`` as JSON, in place of any that was there, at once.
+    """Replace the file ``path`` by ``value`` as JSON, atomically.
 
     Raises ``CheckpointError`` when it is not JSON (NaN is not) or cannot be written.
     """
@@ -232,7 +232,9 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the value in a JSON file of at most ``max_bytes``; its form is the caller's to check.
+    """Return the value in a JSON file of at most ``max_bytes``.
+
+    The caller checks its form.
 
     Raises ``CheckpointError`` when it cannot be read, is too long, or is not JSON. Doubled
     names and NaN are errors too.

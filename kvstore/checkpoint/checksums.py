@@ -81,7 +81,7 @@ class KnownSums:
 
 
 class BlockSums:
-    """Takes the checksums of a file while it is written, in pieces of any size and order."""
+    """The checksums of a file that is written in pieces of any size and order."""
 
     def __init__(self, data_bytes: int) -> None:
         self._data_bytes = data_bytes

@@ -203,7 +203,7 @@ def _files_in(holder: dict[str, Any]) -> list[str]:
 
 
 def _sweep(directory: Path, names: Iterable[str]) -> bool:
-    """Remove files of these names but those that the manifest names; whether that was done."""
+    """Remove such files except those in the manifest; return if it was done."""
     named = _named_by_manifest(directory)
     if named is None:
         return False
@@ -215,7 +215,7 @@ def _sweep(directory: Path, names: Iterable[str]) -> bool:
 
 
 def _named_by_manifest(directory: Path) -> list[str] | None:
-    """Return the files of the checkpoint that is there; None where the manifest cannot be read."""
+    """Return the files in the checkpoint's manifest, or None if unreadable."""
     if not (directory / MANIFEST).exists():
         return []
     try:
@@ -228,7 +228,7 @@ def _named_by_manifest(directory: Path) -> list[str] | None:
 
 
 class CheckpointReader(SavedStates):
-    """A checkpoint that is open for reading: states with values. Raises ``CheckpointError``."""
+    """A checkpoint that is open for reading. Raises ``CheckpointError``."""
 
     def __init__(self, directory: FilePath) -> None:
         directory = checked_path(directory)

@@ -72,14 +72,14 @@ _COMPLEX = {real: whole for whole, real in _PAIRS.items()}
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype (in native byte order) of an array; ``kvstore.base.KeySpec`` fits too."""
+    """The shape and native dtype of an array, as ``kvstore.base.KeySpec`` has."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
 
 class TensorEntry(NamedTuple):
-    """The position of an array's values: from ``begin``, counted from the end of the header."""
+    """The position of an array's values; ``begin`` counts from the header's end."""
 
     spec: TensorSpec
     begin: int
@@ -126,7 +126,7 @@ class Layout:
             raise CheckpointError(f"{path}: {len(specs)} arrays need a header of over 100 MB")
 
     def header(self, read: Callable[[int, int], bytes]) -> bytes:
-        """Return the bytes before the values, once these are there; ``read`` gives some of them."""
+        """Return the bytes before the values; ``read`` returns written values."""
         checksums = self.sums.text(read)
         texts = {**self._texts, CHECKSUMS_KEY: checksums}
         return self._header(checksums, _checksum(self.entries, texts))

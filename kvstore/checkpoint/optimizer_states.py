@@ -252,7 +252,10 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         return self._file.digest
 
     def rows_of(self, key: Key) -> Ids:
-        """Return the rows of a row-sparse key, sorted and in range. Raises ``CheckpointError``."""
+        """Return the rows of a row-sparse key, sorted and in range.
+
+        Raises ``CheckpointError``.
+        """
         name, num_rows = _IDS.format(key), self.row_shapes[str(key)][0]
         spec = self._file.spec(name)
         if len(spec.shape) == 1 and spec.dtype == np.int64:
@@ -269,7 +272,7 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             raise CheckpointError(f"key {key!r} is {kinds[0]} in {self.path}, {kinds[1]} here")
 
     def _check_dtype(self, key: Key, dtype: np.dtype[Any], *, has_saved_master: bool) -> None:
-        """Raise ``CheckpointError`` unless the states of a key are those of a key of ``dtype``."""
+        """Raise ``CheckpointError`` unless the states belong to a key of ``dtype``."""
         found = self._dtypes.get(str(key), _name(dtype))
         if str(key) not in self._dtypes and has_saved_master and not has_master(dtype):
             found = "float16 or bfloat16"

@@ -98,7 +98,7 @@ def save_residuals(coding: StoreCoding | None, path: Path) -> None:
 
 
 def remove_beyond(path_of: Callable[[int], Path], num_workers: int) -> None:
-    """Remove the files of ranks beyond this job's, left behind by a job of more workers."""
+    """Remove the files of ranks that this job does not have."""
     rank = num_workers
     while path_of(rank).exists():
         _remove(path_of(rank))
@@ -122,7 +122,7 @@ def _remove(path: Path) -> None:
 
 
 def read_residuals(coding: StoreCoding | None, path: Path) -> Callable[[], None]:
-    """Read and check the file; only a call of what is returned has the store take it in.
+    """Read and check the file; return a function that loads it into the store.
 
     So that nothing has changed when the file is damaged. Without compression the file is not read.
     Raises ``CheckpointError``.
@@ -133,7 +133,10 @@ def read_residuals(coding: StoreCoding | None, path: Path) -> Callable[[], None]
 
 
 def _read_all(coding: StoreCoding, path: Path) -> list[Residual]:
-    """Read a file: nothing if it is missing or of another compression or number of workers."""
+    """Read a file; return nothing if it is missing or does not match the job.
+
+    It does not match if its compression or number of workers differs.
+    """
     if not path.exists():
         return []
     with TensorReader(path) as file:

@@ -44,7 +44,7 @@ _MOST_RECENT = 8
 
 
 class TensorWriter(AbstractContextManager["TensorWriter"]):
-    """Writes the arrays of ``specs`` to ``path``, in pieces of any size and in any order.
+    """A file with the arrays of ``specs``, written in pieces in any order.
 
     ::
 
@@ -73,7 +73,7 @@ class TensorWriter(AbstractContextManager["TensorWriter"]):
         self._file = Replacement(self._path)
 
     def write(self, name: str, start_element: int, array: NDArray[Any]) -> None:
-        """Put ``array``, flattened in C order, at this element of the flat tensor ``name``.
+        """Write ``array``, flattened in C order, at an element of tensor ``name``.
 
         ``array`` has the dtype of the spec (any byte order), lives on the host and is only
         read. The same elements may be written again.

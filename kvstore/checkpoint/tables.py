@@ -100,7 +100,9 @@ class TableHome(ABC):
 
     @abstractmethod
     def read(self, ids: Ids, dtypes: Sequence[np.dtype[Any]]) -> tuple[Mask, list[RowValues]]:
-        """Return which of these different ids have rows, and arrays of those rows, values first.
+        """Return which of these different ids have rows, and the rows' arrays.
+
+        The values come first.
 
         ``dtypes`` are those of the arrays; more than one for states, too.
         """
@@ -122,7 +124,7 @@ class TableHome(ABC):
 
     @abstractmethod
     def begin(self, shared: Any, mark: int, *, is_delta: bool) -> None:
-        """Let go of what the file does not have; the table is worth nothing before ``end``."""
+        """Drop what the file does not have; the table is unusable before ``end``."""
 
     @abstractmethod
     def write(self, ids: Ids, stamps: Ids, arrays: Sequence[RowValues]) -> None:
@@ -144,7 +146,7 @@ class TableFiles:
         self._settings = settings
 
     def export(self, path: Any, optimizer: Optimizer | None, since: int | None) -> int:
-        """Write the rows that have changed after the mark ``since``, None for all; the new mark.
+        """Write the rows changed since a mark (None: all); return the new mark.
 
         With states where there is an ``optimizer``. Nothing may change meanwhile; raises
         ``CheckpointError`` where rows have gone.
@@ -230,7 +232,7 @@ class TableFiles:
 
 
 def check_fits(home: TableHome, what: str, nbytes: int) -> None:
-    """Raise ``CheckpointError`` for a file of which something is more than a message holds."""
+    """Raise ``CheckpointError`` if an item of the file exceeds a message."""
     if nbytes > home.most_bytes - _MESSAGE_HEADER_BYTES:
         raise CheckpointError(
             f"the file does not fit {home.title}: {what} would be a message of {nbytes} "
@@ -452,7 +454,7 @@ def _check_continues(delta: TableFile, loaded: Line | None) -> None:
 
 
 def _keep_only(file: FileRows, share: TableShare) -> None:
-    """Remove the rows that the delta does not know, and mark the unchanged ones as touched."""
+    """Remove rows that the delta lacks, and mark unchanged ones as touched."""
     ids, places = share.held()
     is_there = np.isin(ids, file.ids, assume_unique=True)
     is_there |= np.isin(ids, file.kept, assume_unique=True)
@@ -463,7 +465,7 @@ def _keep_only(file: FileRows, share: TableShare) -> None:
 
 
 def _chosen(file: FileRows, share: TableShare) -> Places:
-    """Return which rows of the file to take: those of the share, as far as there is room.
+    """Return the rows of the file to load: this share's, as far as they fit.
 
     Of these and the rows of the share that the file leaves as they are, those that were touched
     last stay; what is left out is removed.

@@ -32,7 +32,10 @@ _MOST_HEADERS = 1024
 
 
 class Chain:
-    """Codecs with their parameters. Immutable but for its statistics; any thread may use it."""
+    """Codecs with their parameters. Immutable except for its statistics.
+
+    Any thread may use it.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Chain:
         return len(self._header(0, np.dtype(np.float32), _NO_DRAW))
 
     def encoded_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """Return the length of every header with its payload behind it, of a part of this size."""
+        """Return the length of the headers and payloads of a part of this size."""
         return self.header_bytes + self.payload_bytes(num_elements, dtype)
 
     def check(self, array: np.ndarray[Any, Any], cores: Cores | None = None) -> None:
@@ -145,7 +148,9 @@ class Chain:
         add: bool = False,
         cores: Cores | None = None,
     ) -> None:
-        """Set ``out`` to the numbers of an encoded part (what was not sent is zero), or add them.
+        """Set ``out`` to the numbers of an encoded part, or add them to it.
+
+        Numbers that were not sent are zero.
 
         ``data``: at any address, only read. ``out``: C-contiguous, of any shape, of the key's
         dtype or, where ``dtype`` names that, of the one in which such values are added.
@@ -213,7 +218,7 @@ class Chain:
         self.codec.check_payload(payload, count, dtype)
 
     def is_of_non_finite(self, data: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
-        """Return whether ``encode`` was given NaN or infinity that this chain cannot carry.
+        """Return if ``encode`` got NaN or infinity that this chain cannot carry.
 
         For chains without a pick. ``data`` is of ``encoded_bytes`` and otherwise unchecked.
         """

@@ -155,7 +155,7 @@ _ALONE = Cores(1)
 
 
 class Span(NamedTuple):
-    """The elements from ``start`` to ``stop`` of an array of ``total``, of a key of this dtype."""
+    """The elements ``start`` to ``stop`` of an array of ``total`` elements."""
 
     start: int
     stop: int
@@ -164,7 +164,7 @@ class Span(NamedTuple):
 
 
 class Coder(ABC):
-    """The base class of codecs of numbers and of codecs that select numbers (``Pick``)."""
+    """The base class of codecs of numbers and of ``Pick`` codecs."""
 
     name: ClassVar[str]
     """In parameters and statistics."""
@@ -225,10 +225,15 @@ class ValueCodec(Coder):
         """
 
     def check_payload(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:
-        """Raise ``ProtocolError`` if a payload of the right length cannot be what we wrote."""
+        """Raise ``ProtocolError`` if this codec cannot have written the payload.
+
+        The payload has the right length.
+        """
 
     def is_of_non_finite(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
-        """Return whether a payload of the right length was made of NaN or infinity, unchecked.
+        """Return whether a payload encodes NaN or infinity.
+
+        The payload has the right length and is not checked further.
 
         Never where ``carries_all``.
         """
@@ -341,7 +346,7 @@ def add_to(wide: Flat, values: Flat, workspace: Workspace) -> None:
 
 
 def widened(values: Flat, workspace: Workspace) -> Flat:
-    """Return the values in the dtype that is worked in: themselves, or a copy in slot 0."""
+    """Return the values in the working dtype, copied to slot 0 if necessary."""
     working = accumulation_dtype(values.dtype)
     if values.dtype == working and values.flags.aligned:
         return values
@@ -357,7 +362,7 @@ def convert(values: Flat, target: Flat) -> None:
 
 
 def drop_non_finite(rest: Flat, workspace: Workspace) -> None:
-    """Set what is NaN or infinite to 0: it was sent unchanged, and must not come back for ever."""
+    """Set NaN and infinity to 0: they were sent and must not be sent again."""
     fine = np.isfinite(rest, out=workspace.block(9, np.dtype(bool), len(rest)))
     if not fine.all():
         rest[~fine] = 0

@@ -189,7 +189,7 @@ class Compression:
         return made
 
     def plain(self) -> list[dict[str, Any]]:
-        """Return the rules as plain data (for msgpack, or JSON): equal for equal rules only."""
+        """Return the rules as plain data, equal only for equal rules."""
         return [rule.plain() for rule in self.rules]
 
     def rule_for(self, key: Key, spec: KeySpec) -> Rule:

@@ -43,7 +43,10 @@ def header(
     dtype: np.dtype[Any],
     draw: Draw,
 ) -> bytes:
-    """Return the header of a part of a key of this dtype. Raises what ``dtype_code`` raises."""
+    """Return the header of a part of a key of this dtype.
+
+    Raises what ``dtype_code`` raises.
+    """
     codes = (dtype_code(dtype), 0 if pick is None else pick.code, codec.code)
     made = struct.pack("<BBBBQ", VERSION, *codes, num_elements)
     if pick is not None:

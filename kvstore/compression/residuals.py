@@ -84,7 +84,7 @@ _FIELDS = (
 
 
 class Statistics:
-    """Counters by the name of a chain. Bytes after encoding are those of header and payload."""
+    """Counters of each chain by name; encoded bytes include the headers."""
 
     def __init__(self) -> None:
         # Guards the counters.

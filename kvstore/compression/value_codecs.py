@@ -1,4 +1,4 @@
-"""The codecs of numbers: ``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8`` and ``exact``.
+"""The codecs ``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``, ``exact``.
 
 **2bit**, threshold t > 0, for each p = gradient + residual: p >= t is sent as +t (code 11),
 p <= -t as -t (code 10), all else as 0 (code 00; 01 is read as 0). Four codes in a byte.
@@ -319,7 +319,7 @@ class Int8(ValueCodec):
             np.multiply(rows, own[:, None], out=rows)
 
     def _blocks(self, *arrays: Flat) -> list[tuple[Flat, ...]]:
-        """Return the arrays' whole blocks as rows, then the last, shorter block; with their scales.
+        """Return the arrays' whole blocks as rows, and the last one, with scales.
 
         The last array has one number for each block.
         """

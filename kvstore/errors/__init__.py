@@ -44,7 +44,7 @@ class JobFailed(PSError):
 
 
 class WorkerFailed(JobFailed):
-    """A worker of ``kvstore.run`` died, or its result or error could not be transferred.
+    """A worker of ``kvstore.run`` died, or its result was not transferred.
 
     Also the ``__cause__`` of what a worker raised and the caller raises again; then the text is
     the worker's traceback.
@@ -52,7 +52,7 @@ class WorkerFailed(JobFailed):
 
 
 class UnknownTypeError(UsageError, ValueError):
-    """``create`` was given a name that is not a store type; the text lists the known ones."""
+    """``create`` was given an unknown store type; the text lists the types."""
 
 
 class KeyTypeError(UsageError, TypeError):
@@ -76,7 +76,7 @@ class ArgumentValueError(UsageError, ValueError):
 
 
 class ValueMismatchError(UsageError, ValueError):
-    """The shape, dtype or number of the values does not fit the keys; the text has both."""
+    """Shape, dtype or number of the values does not match the keys."""
 
 
 class OptimizerNotSet(UsageError):
@@ -100,7 +100,7 @@ class CheckpointError(UsageError):
 
 
 class NotSupportedError(UsageError, NotImplementedError):
-    """This store, or this version, does not support the call; the text names an alternative."""
+    """The store or this version lacks the call; the text has an alternative."""
 
 
 class MissingDependencyError(UsageError, ImportError):

@@ -103,7 +103,7 @@ INSTEAD: dict[str, dict[str, str]] = {
 
 
 def missing(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
-    """Return the error for a name that ``module`` does not have; ``known`` are those that it has.
+    """Return the error for a name that ``module`` lacks; ``known`` are its names.
 
     To be called by the module's own ``__getattr__``.
     """
@@ -140,7 +140,7 @@ MOST_NAMES = 2000
 
 
 def nearest(name: object, known: Iterable[object]) -> str | None:
-    """Return the known name that looks most like ``name``, or None when there is none like it."""
+    """Return the known name most similar to ``name``, or None."""
     if not isinstance(name, str):
         return None
     names = (each for each in known if isinstance(each, str))

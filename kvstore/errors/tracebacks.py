@@ -20,7 +20,7 @@ _INTERNAL = tuple(os.path.join(directory, "") for directory in _OURS)
 
 
 def shorten_tracebacks() -> None:
-    """Show errors of this project that end the script without the project's own frames."""
+    """Hide the project's own frames in uncaught errors of this project."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
 
@@ -39,7 +39,7 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def call_of(frame: FrameType | None) -> str:
-    """Return the call of ours that a thread is in, and the line of the script that makes it."""
+    """Return the call of ours that a thread is in, and the script's line."""
     name = "a call"
     while frame is not None:
         code = frame.f_code

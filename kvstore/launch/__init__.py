@@ -1,4 +1,4 @@
-"""The launcher: starts one scheduler, the servers and the workers of a job, and ends them all.
+"""The launcher: start all processes of a job, and end them together.
 
 It knows nothing of arrays or messages and imports neither NumPy nor, but for its version,
 ``pslite`` itself, so that it starts fast. Everything runs on the main thread. Read ``cli.py``

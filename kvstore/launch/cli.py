@@ -1,4 +1,4 @@
-"""The launcher's entry point: ``kvstore-launch`` and ``tools/launch.py`` call :func:`main`.
+"""The entry point of ``kvstore-launch`` and ``tools/launch.py``.
 
 The only place of the launcher that reads the process's arguments and environment. The launcher
 ``local``, whose whole job runs on this machine, is here as well. Read ``options.py`` and

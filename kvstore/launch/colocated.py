@@ -1,4 +1,4 @@
-"""Run a job's scheduler and servers as children of its workers, where others start the workers.
+"""Run scheduler and servers as children of workers started elsewhere.
 
 torchrun, ``mp.spawn`` and mpiexec start workers only. So the worker of rank 0 runs the scheduler,
 and the first worker of each machine a server (``kvstore/frameworks/torch/cluster.py`` decides who).
@@ -51,7 +51,7 @@ class ColocatedServices:
     def __init__(
         self, settings: Sequence[Mapping[str, Any]], key: str, inherited_fds: Sequence[int] = ()
     ) -> None:
-        """Start one child for each of ``settings``, the fields of a ``Config`` by their names.
+        """Start one child for each of ``settings``, the fields of a ``Config``.
 
         Children of which one has ``listen_fd`` inherit that descriptor. Raises ``OSError``.
         """

@@ -1,4 +1,4 @@
-"""Look at this machine: cores, network, GPUs for each worker, and the scheduler's socket.
+"""Inspect this machine: cores, network, GPUs; open the scheduler's socket.
 
 ``visible_gpus`` is for clusters that show all of a host's GPUs to each process: agents ask it on
 their hosts (``launch/agents/agent.py``).
@@ -51,7 +51,7 @@ def network_id() -> str:
 
 
 def allow_files(count: int) -> None:
-    """Raise this process's limit of open files to ``count`` and some others, if it can.
+    """Raise this process's limit of open files to above ``count`` if possible.
 
     No more than needed: programs that close all that they may have inherit the limit.
     """
@@ -65,7 +65,7 @@ def allow_files(count: int) -> None:
 
 
 def checkout_root() -> str | None:
-    """The directory to put on PYTHONPATH, or None where ``kvstore`` is installed."""
+    """Return the directory for PYTHONPATH, or None if ``kvstore`` is installed."""
     root = Path(__file__).resolve().parents[2]
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if root in installed or root.name in ("site-packages", "dist-packages"):

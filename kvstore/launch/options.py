@@ -86,7 +86,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Places:
-    """What is asked of a cluster's own system. ``*_memory_mb`` in MiB; None leaves it to it.
+    """Requested resources; ``*_memory_mb`` in MiB; None: the system decides.
 
     ``launcher_args`` are added to that system's own command (``srun``, ``mpirun``, ``qsub``,
     ``ssh``, ``yarn``) as they stand.
@@ -186,7 +186,7 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
 
 
 def check_word(word: str) -> None:
-    """Raise :class:`LaunchError` for text that no process can be given: with NUL or surrogates."""
+    """Raise :class:`LaunchError` for text with NUL or surrogates."""
     try:
         encoded = os.fsencode(word)
     except UnicodeEncodeError:
@@ -200,7 +200,7 @@ def check_word(word: str) -> None:
 def _split_command(
     argv: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[list[str], list[str]]:
-    """Cut ``argv`` before the first argument that is neither an option nor an option's value.
+    """Split ``argv`` before the first word that is not an option or its value.
 
     argparse.REMAINDER is not used: what it does with ``--`` differs between Python versions.
     A leading ``--`` ends our options and is dropped; a later one belongs to the command. An

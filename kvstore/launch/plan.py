@@ -135,7 +135,7 @@ def plan_job(
 def _torch_variables(
     options: LaunchOptions, facts: JobFacts, given: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """Return what each worker is told in the words of torchrun, so that its scripts run here.
+    """Return torchrun's variables for each worker, for its scripts.
 
     An address of the user's own stays; that of a job around this one does not. By
     TORCHELASTIC_RUN_ID Lightning knows that it need not start ranks.
@@ -195,7 +195,7 @@ def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return where the user wants the scheduler: loopback and a free port (0), unless exported.
+    """Return the exported address of the scheduler, or loopback and port 0.
 
     Inside a worker of another job the exported address is that job's, not a wish.
     Raises :class:`LaunchError` when the exported port is not a port number.
@@ -209,7 +209,10 @@ def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def brings_a_key(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
-    """Return whether the user has a key for this job; that of a job around it does not count."""
+    """Return whether the user has a key for this job.
+
+    The key of an enclosing job does not count.
+    """
     if any(name == "PS_JOB_KEY_FILE" for name, _ in options.environment):
         return True
     return bool(environ.get("PS_JOB_KEY_FILE")) and not is_within_a_job(environ)
@@ -229,7 +232,9 @@ def is_within_a_job(environ: Mapping[str, str]) -> bool:
 def worker_threads(
     options: LaunchOptions, environ: Mapping[str, str], cpu_count: int
 ) -> dict[str, str]:
-    """Share the processors out: W workers that each start one BLAS thread per core crawl.
+    """Return each worker's share of the processors as a number of threads.
+
+    Workers that each start one BLAS thread per core are very slow.
 
     A user who has set any of these variables knows better; then nothing is added, as where the
     processors are not known (0).

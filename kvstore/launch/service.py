@@ -1,4 +1,4 @@
-"""A scheduler or a server of a job: what ``python -m kvstore.server`` does, for the launcher.
+"""A scheduler or server process, as ``python -m kvstore.server`` runs it.
 
 Run by its path, because ``-m kvstore.server`` imports the package and NumPy before any code of
 ours runs, and an interrupt in that fifth of a second would end in a traceback. The launcher

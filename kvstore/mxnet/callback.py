@@ -141,7 +141,7 @@ class LogValidationMetricsCallback:
 
 
 def log_train_metric(period: int, auto_reset: bool = False) -> Callable[[_BatchEnd], None]:
-    """Return a ``batch_end_callback`` that logs the training metrics every ``period`` batches."""
+    """Return a ``batch_end_callback`` that logs metrics every ``period`` batches."""
     _at_least_one("period", period)
 
     def log(param: _BatchEnd) -> None:
@@ -189,14 +189,19 @@ class Checkpoint:
 
 
 def do_checkpoint(prefix: str | Path, period: int = 1) -> Checkpoint:
-    """Save to ``PREFIX-0001.params`` and so on, every ``period`` epochs; see ``Checkpoint``."""
+    """Save to ``PREFIX-0001.params`` and so on every ``period`` epochs.
+
+    See ``Checkpoint``.
+    """
     return Checkpoint(prefix, period)
 
 
 def module_checkpoint(
     mod: Any, prefix: str | Path, period: int = 1, save_optimizer_states: bool = False
 ) -> Callable[..., None]:
-    """Return an ``epoch_end_callback`` that has ``mod`` save itself every ``period`` epochs.
+    """Return an ``epoch_end_callback`` by which ``mod`` saves itself.
+
+    It saves every ``period`` epochs.
 
     ``mod`` has MXNet's ``save_checkpoint(prefix, epoch, save_optimizer_states)``, or it is a
     ``FeedForward``, whose ``save(prefix, epoch)`` writes the states always. Raises

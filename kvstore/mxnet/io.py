@@ -1,4 +1,4 @@
-"""``NDArrayIter``: batches of arrays in host memory, in MXNet's form, and ``ResizeIter``.
+"""``NDArrayIter``: batches of arrays in host memory, and ``ResizeIter``.
 
 A loop of one's own can iterate over it; ``FeedForward`` takes the arrays out of it and deals
 them out among workers itself. Plain Python: no thread, and the arrays are only read. An object
@@ -34,7 +34,7 @@ class _NameAndShape(NamedTuple):
 
 
 class DataDesc(_NameAndShape):
-    """The name and shape of a batch's array, as a pair; with its ``dtype`` and ``layout``."""
+    """The name and shape of a batch's array; with ``dtype`` and ``layout``."""
 
     dtype: Any
     layout: str | None
@@ -70,7 +70,9 @@ class DataBatch:
 
 
 class NDArrayIter:
-    """Iterates over ``data`` (n, ...) and ``label`` (n, ...) in batches of ``batch_size``.
+    """An iterator over ``data`` and ``label`` in batches of ``batch_size``.
+
+    Both have one sample for each index of the first axis.
 
     Both are an array of any library on the host, a list of them, or a dict with a name for each;
     others are named by ``data_name`` and ``label_name``. They are not copied; a batch has new
@@ -176,7 +178,7 @@ class NDArrayIter:
     # -- for FeedForward -------------------------------------------------------------------
 
     def sources(self) -> tuple[HostArray, HostArray | None]:
-        """Return the array of samples and that of labels as they were given, in NumPy's memory.
+        """Return the arrays of samples and labels as given, in NumPy's memory.
 
         Raises ``ArgumentValueError`` where there are several of one kind.
         """
@@ -190,7 +192,7 @@ class NDArrayIter:
         return next(iter(self._data.values())).values, labels[0] if labels else None
 
     def on_host(self) -> Iterator[DataBatch]:
-        """The batches that are still to come, with NumPy arrays of the dtypes that were given."""
+        """Yield the remaining batches as NumPy arrays of the given dtypes."""
         for chosen, pad in self._batches:
             data = [each.values[chosen] for each in self._data.values()]
             yield DataBatch(data, [each.values[chosen] for each in self._label.values()], pad)
@@ -198,7 +200,7 @@ class NDArrayIter:
     # -- inside ----------------------------------------------------------------------------
 
     def _pass(self) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """Yield which samples each batch has, and how many of them are there to fill it only."""
+        """Yield the samples of each batch, and how many only fill it up."""
         size = self.batch_size
         order = np.concatenate([self._left, self.idx])
         self._left = np.zeros(0, np.int64)
@@ -214,7 +216,7 @@ class NDArrayIter:
 
 
 class ResizeIter:
-    """Passes of ``size`` batches from ``data_iter``, which is reset when it ends within one.
+    """Passes of ``size`` batches over ``data_iter``, which is reset as needed.
 
     Gives all workers of a synchronous job equally many batches. ``data_iter`` is an iterator with
     ``next`` and ``reset``, such as an ``NDArrayIter``; it is not copied. With

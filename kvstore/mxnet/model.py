@@ -172,7 +172,7 @@ class FeedForward:
         *of_fit: Any,
         **arguments: Any,
     ) -> FeedForward:
-        """Make a model and fit it. ``arguments`` are those of ``fit`` and of ``FeedForward``.
+        """Create a model and fit it; takes arguments of ``fit`` and the class.
 
         Further positions are those of ``fit`` from ``eval_data`` on, but for ``monitor``.
         """
@@ -201,7 +201,7 @@ class FeedForward:
         shuffle: bool = True,
         shard: bool = True,
     ) -> None:
-        """Train epochs ``begin_epoch`` to ``num_epoch - 1``, and keep the result in ``arg_params``.
+        """Train epochs ``begin_epoch`` to ``num_epoch - 1``; sets ``arg_params``.
 
         ``X`` is (n, ...) of the dtype that the network takes, ``y`` (n,) of integers (or of floats
         that are whole numbers), NumPy arrays that are only read; or ``X`` is an ``NDArrayIter`` of
@@ -275,8 +275,10 @@ class FeedForward:
         *,
         y: Any = None,
     ) -> Any:
-        """The value of a metric, accuracy by default: the share of the samples whose most likely
-        class is their label. A list of values for a list of metrics.
+        """Return the value of a metric, by default the accuracy.
+
+        The accuracy is the share of samples whose most likely class is their label. A list
+        of metrics returns a list of values.
 
         ``X`` is an ``NDArrayIter``, or any iterator of such batches, which is begun again unless
         ``reset`` is False; or it is an array, whose labels are ``y``. ``model.score(X, y)`` will
@@ -300,7 +302,7 @@ class FeedForward:
         return_data: bool = False,
         reset: bool = True,
     ) -> Any:
-        """Class probabilities, a new NumPy array (n, classes), computed on the first device.
+        """Return class probabilities (n, classes), computed on the first device.
 
         ``X``, ``num_batch`` and ``reset`` as in ``score``, without labels. With ``return_data``
         a tuple of them, the samples and the labels (None without some), in the order in which

@@ -29,7 +29,7 @@ _generator = np.random.Generator(np.random.PCG64(0))
 
 
 def seed(seed_state: int) -> None:
-    """Start the generator again from this int; a negative one is another seed, as any other."""
+    """Restart the generator from an int, which may be negative."""
     global _generator
     try:
         number = operator.index(seed_state)
@@ -46,7 +46,7 @@ def uniform(
     ctx: Context | None = None,
     out: NDArray | None = None,
 ) -> NDArray:
-    """Numbers from ``low`` to ``high``, all equally likely; see ``normal`` for the others."""
+    """Return uniform random numbers from ``low`` to ``high``; see ``normal``."""
     return _drawn(lambda lengths: _generator.uniform(low, high, lengths), shape, dtype, ctx, out)
 
 
@@ -58,7 +58,7 @@ def normal(
     ctx: Context | None = None,
     out: NDArray | None = None,
 ) -> NDArray:
-    """Normally distributed numbers: mean ``loc``, deviation ``scale``.
+    """Return normally distributed numbers: mean ``loc``, deviation ``scale``.
 
     A new array of ``shape``, ``(1,)`` by default, of float32 unless ``dtype`` says otherwise; or
     ``out``, filled. Raises ``ValueMismatchError`` where ``out`` has another shape or dtype than

@@ -25,7 +25,7 @@ BETAS = ("learning_rate", "beta1", "beta2", "epsilon")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MomentsOptimizer(ClippedOptimizer):
-    """The base class of Adam and its variants: running means of the gradient and its square."""
+    """The base of Adam and its variants: means of gradient and square."""
 
     rate_counts = "always"
     states = ("mean", "var")
@@ -110,7 +110,7 @@ def _compiled(adam: Adam, count: int) -> kernels.Formula:
 @register
 @dataclasses.dataclass(frozen=True)
 class AdamW(MomentsOptimizer):
-    """AdamW, Adam with decoupled decay. For update number t (``count``) of an element::
+    """AdamW: Adam with decoupled weight decay, for update t (``count``)::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         mean = beta1 * mean + (1 - beta1) * grad
@@ -253,7 +253,10 @@ def _momentum(beta1: float, decay: float, count: int) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _product(beta1: float, decay: float, count: int) -> float:
-    """mu(1) * ... * mu(count), the same bits whatever was asked before; 0.0 once negligible."""
+    """Return mu(1) * ... * mu(count), 0.0 once negligible.
+
+    The bits do not depend on earlier calls.
+    """
     product = 1.0
     for first in range(1, count + 1, STRIDE):
         product *= _stretch(beta1, decay, first, min(first + STRIDE, count + 1))

@@ -33,7 +33,7 @@ def rescale(grad: Flat, factor: float) -> None:
 
 
 def clip(grad: Flat, limit: float | None) -> None:
-    """Bring each element into [-limit, limit], in place. None, 0 and less turn it off (MXNet)."""
+    """Clip each element to [-limit, limit] in place; None, 0 and less: off."""
     if limit is not None and limit > 0:
         np.minimum(grad, limit, out=grad)
         np.maximum(grad, -limit, out=grad)
@@ -47,7 +47,10 @@ def add_decay(grad: Flat, weight: Flat, wd: float, scratch: Flat) -> None:
 
 
 def descend(weight: Flat, step: Flat) -> None:
-    """weight -= step, computed in the dtype of ``step`` and rounded once to that of ``weight``."""
+    """Subtract ``step`` from ``weight``, in its dtype, and round once.
+
+    The difference is computed in the dtype of ``step`` and rounded to that of ``weight``.
+    """
     np.subtract(weight, step, out=weight, dtype=step.dtype)
 
 
@@ -66,7 +69,10 @@ def average(mean: Flat, value: Flat, beta: float, scratch: Flat) -> None:
 
 
 def average_square(mean: Flat, value: Flat, beta: float, scratch: Flat) -> None:
-    """mean = beta * mean + (1 - beta) * value * value, in place; overwrites ``scratch``."""
+    """Set mean = beta * mean + (1 - beta) * value ** 2, in place.
+
+    Overwrites ``scratch``.
+    """
     np.multiply(mean, beta, out=mean)
     np.multiply(value, 1.0 - beta, out=scratch)
     np.multiply(scratch, value, out=scratch)
@@ -84,7 +90,9 @@ def root(square: Flat, epsilon: float, is_inside: bool, out: Flat) -> None:
 
 
 def norm(values: Flat) -> float:
-    """Return the Euclidean norm of a 1-D array, a function of its elements and their order only.
+    """Return the Euclidean norm of a 1-D array, reproducible bit for bit.
+
+    It depends only on the elements and their order.
 
     Squares are taken in float64 and added within blocks of ``NORM_ELEMENTS`` by NumPy's
     pairwise sum, and the sums of the blocks one after the other, so neither threads nor the

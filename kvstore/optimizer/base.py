@@ -64,7 +64,7 @@ class ImmutableOptimizerError(NotSupportedError, dataclasses.FrozenInstanceError
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Optimizer(metaclass=OptimizerKind):
-    """The base class of optimizers: frozen dataclasses whose fields are the parameters.
+    """The base class of optimizers: frozen dataclasses of parameters.
 
     ::
 
@@ -197,7 +197,7 @@ class Optimizer(metaclass=OptimizerKind):
     # -- parameters --------------------------------------------------------------------
 
     def params(self) -> dict[str, Any]:
-        """Return the parameters by name; ``create(optimizer.name, **params)`` makes an equal one.
+        """Return the parameters by name; ``create`` makes an equal optimizer.
 
         Schedule and multipliers are there when they are set, ``lazy_update`` and
         ``multi_precision`` when they are not the default. What travels is ``to_plain``.
@@ -213,7 +213,7 @@ class Optimizer(metaclass=OptimizerKind):
         return values
 
     def replace(self: _Self, **numbers: Any) -> _Self:
-        """Return the same optimizer with other numbers; ``lr`` is short for ``learning_rate``.
+        """Return a copy with other numbers; ``lr`` means ``learning_rate``.
 
         A new schedule that has a ``base_lr`` brings its learning rate along. Raises
         ``OptimizerParameterError``, which lists what is known.
@@ -231,15 +231,15 @@ class Optimizer(metaclass=OptimizerKind):
         return dataclasses.replace(self, **numbers)
 
     def set_learning_rate(self, lr: float) -> NoReturn:
-        """MXNet's call. Raises ``NotSupportedError``: another value is made with ``replace``."""
+        """Raise ``NotSupportedError``; use ``replace``. MXNet has this call."""
         raise NotSupportedError(_immutable("set_learning_rate", "lr=..."))
 
     def set_lr_mult(self, args_lr_mult: Multipliers) -> NoReturn:
-        """MXNet's call. Raises ``NotSupportedError``: another value is made with ``replace``."""
+        """Raise ``NotSupportedError``; use ``replace``. MXNet has this call."""
         raise NotSupportedError(_immutable("set_lr_mult", "lr_mult={key: factor}"))
 
     def set_wd_mult(self, args_wd_mult: Multipliers) -> NoReturn:
-        """MXNet's call. Raises ``NotSupportedError``: another value is made with ``replace``."""
+        """Raise ``NotSupportedError``; use ``replace``. MXNet has this call."""
         raise NotSupportedError(_immutable("set_wd_mult", "wd_mult={key: factor}"))
 
     def rate(self, count: int) -> float:
@@ -250,11 +250,14 @@ class Optimizer(metaclass=OptimizerKind):
         return float(self.lr_scheduler.rate(count, base))
 
     def multipliers(self, key: Key) -> tuple[float, float]:
-        """Return the factors of ``key`` for learning rate and weight decay, 1.0 by default."""
+        """Return the factors of ``key`` for learning rate and weight decay.
+
+        They are 1.0 by default.
+        """
         return self._factors.get(key, (1.0, 1.0))
 
     def for_rows(self, width: int) -> Optimizer:
-        """The optimizer of arrays with rows of ``width`` numbers: itself, unless it sees rows.
+        """Return the optimizer for rows of ``width`` numbers, else itself.
 
         One of scope ``"row"`` gives one of the same class and state that knows the width, the same
         object for every call. Its ``update`` gets whole rows, one after the other.
@@ -262,8 +265,11 @@ class Optimizer(metaclass=OptimizerKind):
         return self
 
     def block_length(self, length: int, elements: int) -> int:
-        """How many of ``length`` elements ``update`` gets at a time, where ``elements`` suit the
-        caches: a multiple of what has to be seen at once."""
+        """Return how many of ``length`` elements ``update`` gets at a time.
+
+        ``elements`` suits the caches; the result is a multiple of what ``update`` must see
+        at once.
+        """
         return max(length, 1) if self.scope == "key" else elements
 
     def for_key(self, key: Key, width: int | None = None) -> Optimizer:
@@ -311,7 +317,7 @@ class Optimizer(metaclass=OptimizerKind):
     # -- arrays ------------------------------------------------------------------------
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raise ``ArgumentTypeError`` unless weights of ``dtype`` can be updated: real floats.
+        """Raise ``ArgumentTypeError`` unless ``dtype`` is a real float.
 
         And ``NotSupportedError`` for 16-bit ones that are to have no master.
         """
@@ -328,7 +334,7 @@ class Optimizer(metaclass=OptimizerKind):
             )
 
     def is_lazy(self, stype: str) -> bool:
-        """Return whether a row-sparse gradient leaves the other rows of a key of this kind alone.
+        """Return whether updates of such a key skip rows without a gradient.
 
         ``stype`` is the key's, ``"default"`` (dense) or ``"row_sparse"``. Never with norms over
         the whole key.
@@ -338,7 +344,7 @@ class Optimizer(metaclass=OptimizerKind):
         return stype in self.lazy_stypes if self.lazy_update is None else self.lazy_update
 
     def state_names(self) -> tuple[str, ...]:
-        """Names of the arrays that ``create_state`` makes, in order: ``states`` by default.
+        """Return the names of the state arrays, in order: ``states`` by default.
 
         A subclass says what it keeps by one of the two or by a ``create_state`` of its own; then
         the names are ``state0``, ``state1`` and so on.
@@ -389,7 +395,7 @@ class Optimizer(metaclass=OptimizerKind):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ClippedOptimizer(Optimizer):
-    """The parameters of most optimizers: weight decay, gradient rescaling and clipping."""
+    """The common parameters: weight decay, gradient rescaling and clipping."""
 
     wd: float = dataclasses.field(default=0.0, kw_only=True)
     rescale_grad: float = dataclasses.field(default=1.0, kw_only=True)
@@ -459,7 +465,7 @@ def register(klass: _Class) -> _Class:
 
 
 def create(name: str, **params: Any) -> Optimizer:
-    """Return the optimizer registered under ``name`` (case does not matter), with these numbers.
+    """Return the optimizer registered as ``name`` (in any case) with params.
 
     ``"ccsgd"``, which MXNet still has, is ``"sgd"``. Raises ``UnknownOptimizerError`` or
     ``OptimizerParameterError``, which list what is known. Source of the names:

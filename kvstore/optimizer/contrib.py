@@ -1,4 +1,6 @@
-"""GroupAdaGrad: AdaGrad with one sum of squares for each row (``mx.optimizer.contrib``).
+"""GroupAdaGrad: AdaGrad with one sum of squares for each row.
+
+It is ``mx.optimizer.contrib``.
 
 Pure formulas; see ``base.py`` for the contract. Sees whole rows (scope ``"row"``). Read next:
 ``adaptive.py``.

@@ -150,7 +150,7 @@ _LEAST, _MOST = 0.01, 100.0
 @register
 @dataclasses.dataclass(frozen=True)
 class LBSGD(ClippedOptimizer):
-    """For update number t (``count``) of a key, with n = ``begin_epoch * updates_per_epoch + t``::
+    """LBSGD: large-batch SGD, for update t (``count``) of a key::
 
         sum = sum + grad
         where batch_scale divides n (else nothing more happens)
@@ -194,7 +194,7 @@ class LBSGD(ClippedOptimizer):
     num_epochs: int = not_negative(60)
 
     def state_names(self) -> tuple[str, ...]:
-        """Return the ``sum`` of gradients, where any are added, and ``mom``, with a momentum."""
+        """Return ``sum`` if gradients are collected, and ``mom`` with momentum."""
         adds, moves = self.batch_scale != 1, self.momentum != 0.0
         return ("sum",) * adds + ("mom",) * moves
 

@@ -71,7 +71,7 @@ def _ranged(default: float, text: str, holds: Callable[[float], bool]) -> Any:
 
 
 def parameter_names(cls: type) -> list[str]:
-    """Return the parameters of an optimizer or schedule: its own first, then those of its bases."""
+    """Return an optimizer's or schedule's parameters, its own before its bases'."""
     bases = enumerate(cls.__mro__)
     depth = {name: index for index, base in bases for name in inspect.get_annotations(base)}
     fields = [field for field in dataclasses.fields(cls) if field.init]
@@ -80,7 +80,7 @@ def parameter_names(cls: type) -> list[str]:
 
 
 def positions(cls: type) -> tuple[str, ...]:
-    """Return the parameters of an optimizer or schedule that may be given by position, in order."""
+    """Return the parameters that may be positional, in order."""
     fields = (field.name for field in dataclasses.fields(cls) if field.init and not field.kw_only)
     return tuple(vars(cls).get("positional", fields))
 
@@ -116,7 +116,7 @@ def _take_positions(cls: type[Any]) -> None:
 
 
 def convert_fields(owner: Any) -> None:
-    """Check each parameter of ``owner`` against its annotation and make it plain Python."""
+    """Check each parameter of ``owner`` by its annotation; make it plain."""
     hints, whose = typing.get_type_hints(type(owner)), type(owner).__name__
     for field in dataclasses.fields(owner):
         if not field.init:

@@ -84,11 +84,11 @@ class Schedule:
         return self.warmup_begin_lr + (base_lr - self.warmup_begin_lr) * count / self.warmup_steps
 
     def __call__(self, num_update: int) -> float:
-        """``rate`` from its own ``base_lr``, or MXNet's 0.01 without one."""
+        """Return ``rate`` from its own ``base_lr``, or from MXNet's default 0.01."""
         return self.rate(num_update, 0.01 if self.base_lr is None else self.base_lr)
 
     def decayed(self, count: int, base_lr: float) -> float:
-        """The rate after the warm-up. A function of its arguments and the parameters only."""
+        """Return the rate after the warm-up, from arguments and parameters only."""
         raise NotImplementedError(f"{type(self).__name__} must define decayed()")
 
     def check_base(self, base_lr: float) -> None:
@@ -113,7 +113,10 @@ _registry: dict[str, type[Schedule]] = {}
 
 
 def register(cls: _Class) -> _Class:
-    """Class decorator: make a schedule known by its name. See ``kvstore.optimizer.register``."""
+    """Decorate a schedule so that it is known by its name.
+
+    See ``kvstore.optimizer.register``.
+    """
     return register_in(_registry, cls, cls.__name__.lower().removesuffix("scheduler"), "schedule")
 
 
@@ -137,7 +140,7 @@ def create(name: str, **params: Any) -> Schedule:
 @register
 @dataclasses.dataclass(frozen=True)
 class FactorScheduler(Schedule):
-    """``base * factor ** k`` with k the number of whole ``step`` updates that came before.
+    """The rate ``base * factor ** k``, k = whole ``step`` updates before.
 
     Update number 1 to ``step`` have the base rate, the next ``step`` that times ``factor``,
     and so on, never less than ``stop_factor_lr``. The warm-up's updates count too.
@@ -168,7 +171,7 @@ class FactorScheduler(Schedule):
 @register
 @dataclasses.dataclass(frozen=True)
 class MultiFactorScheduler(Schedule):
-    """``base * factor ** k`` with k the number of entries of ``step`` below the update's number.
+    """The rate ``base * factor ** k``, k = entries of ``step`` below t.
 
     ``step`` is a list of update numbers, each larger than the one before; kept as a tuple.
     """
@@ -248,7 +251,9 @@ class PolyScheduler(_UntilMaximum):
 @register
 @dataclasses.dataclass(frozen=True)
 class CosineScheduler(_UntilMaximum):
-    """``final_lr + (base - final_lr) * (1 + cos(pi * progress)) / 2``, then ``final_lr``.
+    """The rate ``final_lr + (base - final_lr) * (1 + cos(pi * progress)) / 2``.
+
+    Afterwards it is ``final_lr``.
 
     progress rises from 0 at the end of the warm-up to 1 at ``max_update``. Without restarts,
     the annealing of Loshchilov and Hutter (arXiv 1608.03983).
@@ -266,7 +271,9 @@ class CosineScheduler(_UntilMaximum):
 @register
 @dataclasses.dataclass(frozen=True)
 class ScaledScheduler(Schedule):
-    """``factor`` times another schedule that starts from ``start_lr``, warm-up included.
+    """A ``factor`` times another schedule that starts from ``start_lr``.
+
+    The factor applies to the warm-up too.
 
     What the learning-rate multiplier of a key makes of a schedule: the rates of the schedule
     are multiplied, not its base, so that final and smallest rates scale too (as in MXNet).

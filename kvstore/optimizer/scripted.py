@@ -90,21 +90,24 @@ class ScriptedOptimizer:
     # -- what a subclass defines -----------------------------------------------------------
 
     def create_state(self, index: Any, weight: Any) -> Any:
-        """Return the state of a weight: NDArrays, numbers, lists and tuples of them, or None."""
+        """Return the state of a weight: NDArrays, numbers, lists, tuples or None."""
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Change ``weight`` and ``state`` in place."""
         raise NotImplementedError(f"{type(self).__name__} must define update()")
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """``create_state``; for float16 with ``multi_precision``, of a float32 copy, and that."""
+        """Return ``create_state`` of the weight, or of a float32 copy, and the copy.
+
+        The copy is for float16 with ``multi_precision``.
+        """
         if self.multi_precision and weight.dtype == np.float16:
             master = weight.astype(np.float32)
             return master, self.create_state(index, master)
         return self.create_state(index, weight)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """``update``; for float16 with ``multi_precision``, of the float32 copy."""
+        """Update; for float16 with ``multi_precision``, update the float32 copy."""
         if self.multi_precision and weight.dtype == np.float16:
             master, own = state
             self.update(index, master, grad.astype(np.float32), own)
@@ -167,7 +170,9 @@ class ScriptedOptimizer:
 
 
 class OptimizerKind(type):
-    """The metaclass of ``Optimizer``: a class written MXNet's way gets the base it was written for.
+    """The metaclass of ``Optimizer``: supports classes written MXNet's way.
+
+    Such a class gets the base that it was written for.
 
     One that extends another optimizer of this package in that way raises ``NotSupportedError``.
     """
@@ -200,7 +205,7 @@ def _is_scripted(namespace: Mapping[str, Any]) -> bool:
 
 
 def register_scripted(cls: type[ScriptedOptimizer]) -> None:
-    """Let ``create`` make it by its name, lower-cased; a later class of a name takes its place."""
+    """Register it by its lower-case name; a later class replaces an earlier."""
     _scripted[cls.__name__.lower()] = cls
 
 

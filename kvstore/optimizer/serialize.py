@@ -76,7 +76,7 @@ def what_was_given(value: object) -> str:
 
 
 def to_plain(optimizer: Optimizer) -> list[Any]:
-    """``[name, {parameter: value}]``, new lists and dicts all through.
+    """Return ``[name, {parameter: value}]``, as new lists and dicts.
 
     Equal optimizers give equal data, parameters in the same order. Raises
     ``UnknownOptimizerError`` for an optimizer or schedule whose class is not registered.
@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(data: Any) -> Optimizer:
-    """Return the optimizer that ``to_plain`` wrote. A parameter that is missing has its default.
+    """Return the optimizer that ``to_plain`` wrote; defaults if missing.
 
     Raises:
         ProtocolError: the data does not describe an optimizer.
@@ -187,7 +187,10 @@ def to_bytes(entries: Mapping[Any, tuple[int, Any]], optimizer: list[Any] | None
 
 
 def from_bytes(data: bytes) -> tuple[dict[Any, tuple[int, Any]], Any]:
-    """Return the argument of ``to_bytes``, with new arrays. Raises ``CheckpointError``."""
+    """Return the argument of ``to_bytes``, as new arrays.
+
+    Raises ``CheckpointError``.
+    """
     start = len(_FORMAT) + _LENGTH
     if not data.startswith(_FORMAT) or len(data) < start:
         raise CheckpointError(

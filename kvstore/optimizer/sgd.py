@@ -1,4 +1,4 @@
-"""Update weights by SGD, NAG, Signum, SGLD, DCASGD or the rule of MXNet's store tests.
+"""Optimizers SGD, NAG, Signum, SGLD, DCASGD and MXNet's ``test``.
 
 SGD may have momentum, in MXNet's form or PyTorch's (TorchSGD); NAG has Nesterov's. Signum and
 signSGD make steps of one size in the direction of a sign. SGLD adds noise, so that weights are
@@ -210,7 +210,10 @@ class SignSGD(Optimizer):
 def step_by_sign(
     weight: Flat, direction: Flat, step: Flat, rate: float, wd: float, scratch: Flat
 ) -> None:
-    """weight -= rate * (sign(direction) + wd * weight); overwrites ``step`` and ``scratch``."""
+    """Set weight -= rate * (sign(direction) + wd * weight).
+
+    Overwrites ``step`` and ``scratch``.
+    """
     np.sign(direction, out=step)
     np.multiply(step, rate, out=step)
     add_decay(step, weight, rate * wd, scratch)

@@ -95,7 +95,7 @@ def restored(optimizer: Optimizer | None, weight: Flat, saved: Sequence[Flat]) -
 
 
 def follow(weight: Flat, master: Flat) -> None:
-    """Set ``master`` to ``weight`` wherever it does not round to it, in place, on the host.
+    """Set ``master`` to ``weight`` where it does not round to it, in place.
 
     For weights that somebody else may have set. Both are 1-D and of one length; the bits are
     compared, so a NaN equals itself.

@@ -28,7 +28,9 @@ States = dict[Key, tuple[int, tuple[Flat, ...]]]
 
 
 class Updater:
-    """Updates the weights of many keys by one optimizer. Source: ``mxnet.optimizer.Updater``.
+    """An updater of many weights by one optimizer.
+
+    Source: ``mxnet.optimizer.Updater``.
 
     A key's state is made at its first update; keys have counts of their own. ``optimizer`` may
     be set to another at any time: of the same class keeps state and counts, any other begins
@@ -54,7 +56,7 @@ class Updater:
     def __call__(
         self, key: Key | Sequence[Key], grad: Array | Sequence[Array], weight: Array | Any
     ) -> None:
-        """Update ``weight`` in place from ``grad``; lists of all three are updated in order.
+        """Update ``weight`` in place from ``grad``; lists are updated in order.
 
         Both are arrays of one shape and dtype, in any library and memory order, on any device;
         ``grad`` is only read. Both are the caller's and are not kept. Raises
@@ -73,7 +75,9 @@ class Updater:
             self._update(*row)
 
     def states(self) -> States:
-        """Copies of every key's count and arrays, flat, on the host; ``get_states`` as bytes.
+        """Return copies of every key's count and arrays, flat, on the host.
+
+        ``get_states`` returns them as bytes.
 
         Raises ``NotSupportedError`` for an optimizer that is written MXNet's way.
         """
@@ -84,7 +88,9 @@ class Updater:
         }
 
     def get_states(self, dump_optimizer: bool = False) -> bytes:
-        """Counts and states, and with ``dump_optimizer`` the optimizer, for ``set_states``.
+        """Return counts and states as bytes, with the optimizer if wanted.
+
+        ``set_states`` accepts them.
 
         MXNet's call; the bytes are not a pickle (``serialize.py``). Raises ``NotSupportedError``
         for an optimizer that is to be dumped and is written MXNet's way: it is code.
@@ -196,5 +202,8 @@ class Updater:
 
 
 def get_updater(optimizer: Optimizer | ScriptedOptimizer) -> Updater:
-    """An ``Updater`` of ``optimizer``. Source of the name: ``mxnet.optimizer.get_updater``."""
+    """Return an ``Updater`` of ``optimizer``.
+
+    Source of the name: ``mxnet.optimizer.get_updater``.
+    """
     return Updater(optimizer)

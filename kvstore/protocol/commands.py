@@ -26,7 +26,7 @@ _commands: dict[int, Command] = {}
 
 
 def register_command(head: int) -> Callable[[Command], Command]:
-    """Decorator: let servers answer the command ``head`` with this function.
+    """Let servers answer the command ``head`` with the decorated function.
 
     The function gets the command's text and may return a text, which the worker gets. What it
     raises is raised at the worker. A module that is loaded again may register its own again;
@@ -56,7 +56,10 @@ def _name(function: Command) -> str:
 
 
 def check_command(head: object, body: object) -> None:
-    """Raise ``ArgumentTypeError`` or ``ArgumentValueError`` unless a worker can send this."""
+    """Raise unless a worker can send this command.
+
+    Raises ``ArgumentTypeError`` or ``ArgumentValueError``.
+    """
     if isinstance(head, bool) or not isinstance(head, int | np.integer) or not 0 <= head < 2**63:
         raise ArgumentTypeError(f"a command's head must be an int of at least 0, got {head!r}")
     if not isinstance(body, str):

@@ -1,4 +1,4 @@
-"""Plain objects as bytes and arrays, and back: what ``broadcast_object`` sends. Pure.
+"""Encode and decode plain objects for ``broadcast_object``. Pure.
 
 An object is None, a bool, a number, a text, bytes, an array, or a list, tuple, set or dict of such.
 It becomes a tree in MessagePack, in which a list is ``["l", ...]``, a tuple ``["t", ...]``, a set

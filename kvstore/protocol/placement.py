@@ -41,12 +41,15 @@ def _step(itemsize: int, chunk_bytes: int) -> int:
 
 
 def message_bytes(config: Config, *, by_tcp: bool) -> int:
-    """Return how large messages of gathered values should be; over TCP larger ones are slower."""
+    """Return how large messages of gathered values should be.
+
+    Over TCP larger ones are slower.
+    """
     return min((2 if by_tcp else 4) * config.chunk_bytes, config.max_message_bytes)
 
 
 def most_group_bytes(config: Config) -> int:
-    """Return how much of any keys' values goes in one message between processes of one machine.
+    """Return the most bytes of values in one message between local processes.
 
     There it only says where they lie.
     """
@@ -56,7 +59,7 @@ def most_group_bytes(config: Config) -> int:
 def place(
     parts: Sequence[int], loads: Sequence[int], shares: Sequence[float] | None = None
 ) -> list[int]:
-    """Return the server index of each part, so that bytes end up in proportion to ``shares``.
+    """Return the server index of each part, in proportion to ``shares``.
 
     ``parts`` are sizes in bytes, in the order of keys; ``loads`` the bytes that each server
     holds already; ``shares`` the wanted proportions (equal ones when None; a share of 0 gets

@@ -225,7 +225,7 @@ _DECLARED = (_is_key, list, str, bool)
 
 
 def _declared(row: list[Any], known: dict[str, KeySpec]) -> Declared:
-    """A key's row; ``known`` has the specs of the rows before it, which are few, by their texts."""
+    """Return a key's row as a tuple; ``known`` caches specs by their text."""
     key, shape, dtype, is_row_sparse = row
     if len(shape) > _MAX_DIMENSIONS or (is_row_sparse and not shape):
         raise ProtocolError(f"a key's shape is malformed: {shape!r:.100}")

@@ -71,7 +71,7 @@ def _shares(node: Postoffice) -> Sequence[float] | None:
 
 
 def import_modules(names: str, source: str = _SOURCE) -> list[str]:
-    """Import what KVSTORE_SERVER_IMPORT names; returns a text with traceback for each failure.
+    """Import the modules of KVSTORE_SERVER_IMPORT; return tracebacks of failures.
 
     ``names`` are modules, or paths of files that end in ``.py``, separated by commas; ``source``
     is what the text says of where they come from.
@@ -86,7 +86,10 @@ def import_modules(names: str, source: str = _SOURCE) -> list[str]:
 
 
 def import_failures(names: str, source: str) -> list[str]:
-    """Return the same in one line for each failure, without its traceback: for the launcher."""
+    """Import the same modules; return one line for each failure.
+
+    The launcher uses it.
+    """
     texts = [error.strip().splitlines() for error in import_modules(names, source)]
     return [f"{lines[0]} {lines[-1]}" for lines in texts]
 

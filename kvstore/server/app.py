@@ -50,7 +50,7 @@ _LOOK_EVERY_S = 0.25
 
 
 class OneForAll:
-    """Lets requests pass, and those of ``ONCE_FOR_ALL`` only from the lowest rank that is there.
+    """A filter that accepts ``ONCE_FOR_ALL`` requests from the lowest rank only.
 
     No other rank needs them, so what one asks for by mistake or in malice does no harm. ``handle``
     is the app's; on the I/O thread.
@@ -135,7 +135,10 @@ class ServerStores:
         }
 
     def name_of(self, part: int) -> str | None:
-        """Return the key or table that a part belongs to, for reports (``pslite/node/data.py``)."""
+        """Return the key or table of a part, for reports.
+
+        ``pslite/node/data.py`` uses it.
+        """
         found = self._parts.get(part) or self._rows.get(part)
         return None if found is None else found.title
 

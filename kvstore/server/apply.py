@@ -82,7 +82,7 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class PartRun:
-    """Neighbouring parts whose contributions are neighbours too: worked on as one array."""
+    """Neighbouring parts with neighbouring contributions, as one array."""
 
     stretch: Stretch
     """The first of them."""

@@ -1,4 +1,4 @@
-"""The sums of collective calls on a server: by the compiled kernels, where they apply.
+"""The sums of collective calls on a server, by compiled kernels if possible.
 
 The bits are those of ``pslite``'s own arithmetic, which does the rest. Runs on the pool.
 """

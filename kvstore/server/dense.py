@@ -194,7 +194,10 @@ class DenseStores:
     # -- values and states, for files --------------------------------------------------
 
     def _read_parts(self, incoming: Incoming) -> None:
-        """Copies of values and states: of each part a frame of values, then one of each state."""
+        """Return copies of values and states: for each part, one frame of each.
+
+        The values of a part come first.
+        """
         (numbers,) = unpack(incoming.body, list)
         parts = self._found(numbers)
         copies: dict[int, tuple[int, list[bytes]]] = {}
@@ -211,7 +214,7 @@ class DenseStores:
         self._lanes.run(incoming, parts, copy, answer)
 
     def _write_parts(self, incoming: Incoming) -> None:
-        """Set states and counts (and values) from what ``_read_parts`` gave: ``Part.write``."""
+        """Set states and counts (and values) from the result of ``_read_parts``."""
         numbers, counts, has_values = unpack(incoming.body, list, list, bool)
         parts = self._found(numbers)
         if len(counts) != len(parts) or not all(type(n) is int and n >= 0 for n in counts):

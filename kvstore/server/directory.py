@@ -84,7 +84,7 @@ class Directory:
         max_message_bytes: int = Config.max_message_bytes,
         find_shares: Callable[[], Sequence[float] | None] = lambda: None,
     ) -> None:
-        """``find_shares`` is asked once, for the first keys; None: equal shares."""
+        """Call ``find_shares`` once, for the first keys; None: equal shares."""
         self._loads = [0] * num_servers
         self._chunk_bytes = chunk_bytes
         self._max_message_bytes = max_message_bytes
@@ -188,7 +188,7 @@ class Directory:
             store.waiting.append(waiting)
 
     def _decide(self, store: _Store, specs: Sequence[Declared], scope: str) -> list[KeyEntry]:
-        """Place the new keys of a call of the deciding rank; known ones stay where they are."""
+        """Place the new keys of the deciding rank's call; known keys are kept."""
         new = []
         sizes: list[int] = []
         for declared in specs:
@@ -219,7 +219,7 @@ class Directory:
         return [store.entries[each.key] for each in specs]
 
     def _chunk_bytes_of(self, spec: KeySpec, scope: str) -> int:
-        """Return how large parts may be at most so that they cut nothing that has to stay whole."""
+        """Return the maximum size of parts that cuts nothing that must stay whole."""
         if scope == "key":
             return max(self._chunk_bytes, spec.nbytes)
         if scope == "row":

@@ -63,7 +63,7 @@ class Lanes:
         work: Callable[[P], None],
         answer: Callable[[], None],
     ) -> None:
-        """Do ``work`` for each part on its lane's thread, then ``answer`` on the last of them.
+        """Do ``work`` for each part on its lane, then ``answer`` on the last lane.
 
         What either raises is the answer to ``incoming``.
         """

@@ -40,14 +40,17 @@ def return_freed_memory() -> None:
 
 
 class LateReturn:
-    """Gives free memory back a while after it was asked for last. On a node's I/O thread."""
+    """Returns free memory to the system some time after its last use.
+
+    It runs on a node's I/O thread.
+    """
 
     def __init__(
         self,
         clock: Callable[[], float],
         look_after_each_step: Callable[[Callable[[], bool]], None],
     ) -> None:
-        """A node's clock, and its errands' ``look_after_each_step``.
+        """Use a node's clock and the ``look_after_each_step`` of its errands.
 
         The node's steps are counted on and not its timers, for a node that ends waits for those.
         """

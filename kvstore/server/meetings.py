@@ -1,4 +1,4 @@
-"""``Meetings``: calls that all workers of a store make together, such as deleting keys.
+"""``Meetings``: calls that all workers of a store make together.
 
 Each rank numbers its calls. A call is carried out by the deciding rank (the lowest that is there)
 once every live rank has come to it, and is over for all when that rank has reported back. Ranks
@@ -87,7 +87,7 @@ class Meetings:
         return meeting.name
 
     def _look_at(self, call: int, meeting: _Meeting, live: Sequence[int]) -> None:
-        """Let the deciding rank go ahead once all are there, or forget what came to nothing."""
+        """Let the deciding rank proceed once all are there, or drop failed calls."""
         all_there = bool(live) and meeting.arrived.keys() >= set(live)
         if meeting.error is not None:
             for incoming in meeting.arrived.values():  # without effect where it is not the first

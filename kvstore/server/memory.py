@@ -69,7 +69,7 @@ class StoreState:
 
 
 class Arena:
-    """Memory of neighbouring parts of one dtype, and what the optimizer keeps for them."""
+    """The memory of neighbouring parts of one dtype, with optimizer states."""
 
     def __init__(
         self,
@@ -103,7 +103,9 @@ class Arena:
             start = stop
 
     def state(self, optimizer: Optimizer | None) -> tuple[Flat, ...]:
-        """Return the state for ``optimizer``, taken over from the one before; None: unchanged.
+        """Return the state for ``optimizer``, converted from the old one, or None.
+
+        None means unchanged.
 
         On the lane's thread.
         """
@@ -216,7 +218,7 @@ class Part:
         return 0 if optimizer is None else len(states.state_names(optimizer, self.entry.dtype))
 
     def write(self, count: int, frames: Sequence[Any], *, has_values: bool) -> None:
-        """Set the count and the bytes of its values, where there are any, and of its states.
+        """Set the count, the states, and the values if there are any.
 
         A master is set to the value wherever it would not round to it, and if its frame is empty.
         Raises ``ValueMismatchError`` for other sizes; then nothing has changed. On the lane's

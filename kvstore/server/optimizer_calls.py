@@ -31,7 +31,10 @@ class _Decided:
 
 
 class OptimizerCalls:
-    """Those of one store. An optimizer is in its plain form (``optimizer/serialize.py``)."""
+    """The optimizer calls of one store; optimizers are in plain form.
+
+    See ``optimizer/serialize.py``.
+    """
 
     def __init__(self) -> None:
         self.num = 0

@@ -89,7 +89,9 @@ class PartTable:
         return found
 
     def apply(self, jobs: Sequence[Job], outs: Sequence[Flat | None]) -> list[Outcome]:
-        """Apply complete rounds, in order; one outcome for each. On the lane's pool thread.
+        """Apply complete rounds in order, and return an outcome for each.
+
+        It runs on the lane's pool thread.
 
         Where a job has an array of ``outs``, that gets the bytes of its parts' new values.
         """
@@ -137,7 +139,7 @@ class PartTable:
         chosen: dict[StoreState, Optimizer | None],
         failed: Callable[[int, range, BaseException], None],
     ) -> list[Stretch]:
-        """Return the parts of a job, neighbours as one; ``chosen`` is filled for their stores."""
+        """Return the parts of a job, neighbours joined; fills ``chosen``."""
         compiled = self._compiled.get(job.parts)
         if compiled is not None:
             base, stretches = compiled

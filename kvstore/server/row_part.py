@@ -1,4 +1,4 @@
-"""``RowPart``: a server's share of the rows of one key or table, a part of the data plane.
+"""``RowPart``: a server's share of the rows of a key or table.
 
 The plane (``pslite/plane``) hands over payloads as they arrive (``take``, ``take_pull``), complete
 rounds of them (``apply``), and pulls that are due (``answer``). What a worker sends is checked on
@@ -35,7 +35,7 @@ class TakenRows(NamedTuple):
 
 
 class WantedRows(NamedTuple):
-    """A pull: ``nbytes`` of the rows ``ids``, or with ``HELD`` of those there of a range."""
+    """A pull of the rows ``ids``, or with ``HELD`` of existing rows of a range."""
 
     kind: RowPayloadKind
     ids: Ids
@@ -141,11 +141,11 @@ class RowPart(abc.ABC):
 
     @abc.abstractmethod
     def held(self) -> tuple[int, Sequence[Ids]]:
-        """The number of updates; the ids of all rows, sorted, and other columns about them."""
+        """Return the number of updates, all row ids, sorted, and other columns."""
 
     @abc.abstractmethod
     def copies(self, ids: Ids, *, with_states: bool) -> list[np.ndarray[Any, Any]]:
-        """Return which of these ids have rows, then copies of these rows and of their states."""
+        """Return which of these ids have rows, and copies of rows and states."""
 
     @abc.abstractmethod
     def begin(self, fields: Sequence[Any], columns: Sequence[Ids]) -> None:

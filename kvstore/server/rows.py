@@ -34,7 +34,7 @@ Answered = tuple[bytes, list[bytes]] | None
 
 
 def taken(found: RowPart | Part, piece: Piece, *, is_push: bool) -> Any:
-    """Return a payload of rows for a part, checked and ready for its round or its answer."""
+    """Return a payload of rows for a part, checked for its round or answer."""
     payload = read_payload(bytes_of(piece))
     if isinstance(found, Part):
         return take_cut(found, payload) if is_push else take_cut_pull(found, payload)
@@ -106,7 +106,7 @@ class RowStores:
     # -- rows of any kind --------------------------------------------------------------
 
     def _init(self, incoming: Incoming) -> None:
-        """Create a part of a row-sparse key; the answer is whether it still needs its rows."""
+        """Create a part of a row-sparse key; return whether it needs its rows."""
         number, synchronous, is_full, plain = unpack(incoming.body, int, bool, bool, list)
         entry = unpack_row_part(plain)
         store = self._store_of(number, synchronous)
@@ -122,7 +122,7 @@ class RowStores:
         self._run(incoming, part, lambda part: (pack(part.needs_rows()), []))
 
     def _held(self, incoming: Incoming) -> None:
-        """The number of updates, and columns about the first rows above an id, sorted by id."""
+        """Return the number of updates, and columns about the next rows by id."""
         number, after, most = unpack(incoming.body, int, list, int)
         if len(after) > 1 or any(type(id_) is not int for id_ in after) or most < 1:
             raise ProtocolError("the start of a page of ids is malformed")

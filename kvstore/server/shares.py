@@ -1,4 +1,4 @@
-"""Choose each server's share of the bytes, so that no machine's network is overloaded.
+"""Choose each server's share of the bytes, so that no network is overloaded.
 
 Pure arithmetic in exact fractions: the same machines give the same shares on every node.
 ``placement.place`` turns shares into servers for parts; the directory on the scheduler
@@ -45,14 +45,16 @@ _NUM_NAMED = 8
 
 
 class Machine(NamedTuple):
-    """One machine of a job: how many of its processes are workers, and how many servers."""
+    """A machine of a job: the numbers of its workers and of its servers."""
 
     num_workers: int
     num_servers: int
 
 
 def best_shares(machines: Sequence[Machine]) -> list[Fraction]:
-    """Return the share of the model for each machine (all its servers together); they add up to 1.
+    """Return the share of the model for each machine; the shares add up to 1.
+
+    A share is that of all servers of the machine together.
 
     There is one server at least.
     """
@@ -101,7 +103,7 @@ def _level_out(kinds: Counter[Machine], limits: dict[Machine, Fraction]) -> dict
 
 
 def server_shares(workers: Sequence[str], servers: Sequence[str]) -> list[float]:
-    """Return the share of each server, from the names of the machines of all workers and servers.
+    """Return each server's share, from the machines of workers and servers.
 
     Servers of one machine share what it holds equally.
     There is one at least.

@@ -121,7 +121,7 @@ def _check_mark(mark: int) -> None:
 
 
 def _check_rows(ids: Ids, stamps: Ids) -> None:
-    """Raise ``ProtocolError`` unless these ids are sorted and have as many proper stamps."""
+    """Raise ``ProtocolError`` unless ids are sorted and stamps are valid."""
     is_fine = len(ids) == len(stamps) and is_increasing(ids)
     if not is_fine or ((stamps < 0) | (stamps >= stamp_at(MOST_TIME + 1))).any():
         raise ProtocolError("the rows of an export are not sorted, or have invalid times")

@@ -122,7 +122,7 @@ def _dense_of(
     inputs: Sequence[Any],
     options: dict[str, Any],
 ) -> Any:
-    """Return the result of dense forms; in ``out`` already where that is a dense array."""
+    """Return the result of the dense forms, in ``out`` if it is dense."""
     dense = [each.dense_operand() if isinstance(each, kind) else each for each in inputs]
     outs = options.get("out", ())
     given = {name: value for name, value in options.items() if name != "out"}

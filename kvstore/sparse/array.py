@@ -30,7 +30,9 @@ _MOST_ROOM = 2
 
 
 class RowSparseArray(NDArrayOperatorsMixin):
-    """Rows ``indices`` of an array of shape ``shape`` are ``values``; the others are zero.
+    """An array of shape ``shape`` whose rows ``indices`` are ``values``.
+
+    All other rows are zero.
 
     ::
 
@@ -168,7 +170,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
         )
 
     def dense_operand(self) -> Any:
-        """``to_dense`` in the class of array that dense results have."""
+        """Return ``to_dense`` in the class of dense results."""
         return self.to_dense()
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
@@ -178,7 +180,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
     # -- for the stores ------------------------------------------------------------------
 
     def assign(self, indices: Array | Iterable[int], values: Array) -> None:
-        """Hold these rows from now on, cast to the dtype of the array; all others are zero.
+        """Replace the rows by these, cast to the array's dtype; others are zero.
 
         Both are copied: into memory of earlier ``values`` where it has room. Raises what the
         constructor does; then nothing has changed.
@@ -188,7 +190,9 @@ class RowSparseArray(NDArrayOperatorsMixin):
             np.copyto(self.room_for(ids), rows, casting="unsafe")
 
     def room_for(self, ids: Ids) -> np.ndarray[Any, Any]:
-        """Hold these rows, copied ids that are in range; returns their memory, to be filled.
+        """Set the ids (copied), and return the memory of the rows to be filled.
+
+        The ids must be in range.
 
         C-contiguous, and that of the present values where these are as many, or of earlier ones
         that came here, since fresh memory costs more than what is written to it.

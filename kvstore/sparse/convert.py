@@ -24,7 +24,10 @@ _libraries: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
 
 
 def is_row_sparse(value: object) -> bool:
-    """Whether ``row_sparse`` takes this: a ``RowSparseArray`` or another library's sparse one."""
+    """Return whether ``row_sparse`` accepts this value.
+
+    It accepts a ``RowSparseArray`` and other libraries' sparse arrays.
+    """
     library = _library_of(type(value))
     if library != "torch":
         return library is not None
@@ -32,7 +35,7 @@ def is_row_sparse(value: object) -> bool:
 
 
 def row_sparse(value: Any) -> RowSparseArray:
-    """Return a value that ``is_row_sparse`` as a ``RowSparseArray``; itself if it is one.
+    """Return a sparse value as a ``RowSparseArray``, without a copy if it is one.
 
     Of a matrix with single elements (SciPy's, or a tensor whose rows are sparse too), the rows
     that hold any are taken whole. A tensor may stand on a GPU, and repeat ids, as gradients of

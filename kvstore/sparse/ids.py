@@ -87,7 +87,7 @@ def _different(ordered: Ids) -> Ids:
 
 
 def sorted_with_places(ids: Ids) -> tuple[Ids, Ids]:
-    """Return the ids in order, and where each of them stood; of equal ones the earlier comes first.
+    """Return the ids in order, and their old positions; a stable sort.
 
     Not negative, and at least one.
     """

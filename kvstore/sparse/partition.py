@@ -79,7 +79,7 @@ class RowSegment(NamedTuple):
 
 
 class PartRows(NamedTuple):
-    """Values of some rows of a part: of pieces of rows only those numbers that lie in it."""
+    """The values of some rows of a part; of cut rows only the numbers in it."""
 
     ids: Ids
     """Sorted, each once; the row that the part begins in is 0."""

@@ -83,7 +83,9 @@ def write_payload(
     ids: Ids,
     id_bytes: int,
 ) -> Bytes:
-    """Write header and ids into ``memory``, of ``payload_bytes``; returns where values go.
+    """Write header and ids into ``memory``; return the place for the values.
+
+    The memory has ``payload_bytes`` bytes.
 
     ``ids`` is empty for kinds without.
     """

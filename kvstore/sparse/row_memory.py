@@ -70,7 +70,7 @@ class RowMemory:
         self._begin_states(places, is_zero=False)
 
     def _begin_states(self, places: Any, *, is_zero: bool) -> None:
-        """Set the states of rows to those of the start; ``is_zero`` where all are zero yet."""
+        """Set the states of rows to their start; ``is_zero``: they are all zero."""
         if self.optimizer is None or not self._states:
             return
         if not _begins_at_zero(self.optimizer):
@@ -85,7 +85,7 @@ class RowMemory:
                 self._states[-1][places] = self.values[places]
 
     def restore(self, places: Ids, values: RowValues | None, states: Sequence[RowValues]) -> None:
-        """Set rows at different places to what a file has; without ``values`` they keep theirs.
+        """Set different rows from a file; without ``values`` they keep theirs.
 
         ``states`` may be none, or all but the master, which is set to the values wherever it does
         not round to them.
@@ -102,8 +102,10 @@ class RowMemory:
             master[places] = rows
 
     def read_places(self, places: Ids, out: RowValues) -> None:
-        """Copy rows to ``out``, C-contiguous and of the same dtype. Where there are many, all
-        cores take part."""
+        """Copy rows to ``out``, C-contiguous and of the same dtype.
+
+        All cores take part if there are many rows.
+        """
 
         def take(_: int, start: int, stop: int) -> None:
             wanted, into = places[start:stop], out[start:stop]
@@ -167,7 +169,7 @@ def _begins_at_zero(optimizer: Optimizer) -> bool:
 
 
 def grown(rows: RowValues, num_places: int) -> RowValues:
-    """Return a copy with room for this many rows, zero where none were; of any dimensions."""
+    """Return a copy with room for this many rows; new rows are zero."""
     copy = np.zeros((num_places, *rows.shape[1:]), rows.dtype)
     copy[: len(rows)] = rows
     return copy

@@ -67,7 +67,7 @@ class Picked(NamedTuple):
         out[found[is_there]] = self.sums[is_there]
 
     def whole(self) -> Contribution:
-        """Return the rows by themselves, in order: the caller's own array where they stand so."""
+        """Return whole rows in order; the caller's own array if it has them so."""
         if self.at is None:
             return Contribution(self.ids, self.values)
         rows = self.values[self.at]

@@ -138,7 +138,7 @@ class RowTable(RowMemory):
         self.count += 1
 
     def merge(self, ids: Ids, values: RowValues | None, states: Sequence[RowValues] | None) -> None:
-        """Set the states, and where there are any the values, of these rows: sorted, in range.
+        """Set the states, and the values if given, of these sorted rows.
 
         Without ``values`` the rows keep theirs, and without ``states`` these begin later.
         """
@@ -151,7 +151,7 @@ class RowTable(RowMemory):
     # -- inside --------------------------------------------------------------------------
 
     def _add(self, ids: Ids) -> Ids:
-        """Return the places of these rows, which are there from now on: zero if they were not."""
+        """Return the places of these rows; new rows are created as zero."""
         places = self._places.add(ids)
         before, needed = len(self.values), self._places.num_places
         if needed > before:
@@ -227,7 +227,10 @@ class _Indexed:
     num_used = num_places_used = num_places
 
     def look_up(self, ids: Ids) -> tuple[Ids, Mask | None]:
-        """Return the places of rows, and which are not there (their place is any), or None."""
+        """Return the places of rows, and which are missing, or None.
+
+        The place of a missing row is arbitrary.
+        """
         if not len(self._ids):
             return np.zeros(len(ids), np.int64), np.ones(len(ids), np.bool_)
         at = self._search(ids)

@@ -35,7 +35,7 @@ _EACH = 2
 
 
 def over_cores(num_rows: int, width: int, work: Callable[[int, int, int], None]) -> None:
-    """Call ``work(number, start, stop)`` for spans that cover all rows, at the same time.
+    """Call ``work(number, start, stop)`` in parallel for spans of all rows.
 
     Numbers are those of the spans, from 0. Returns when all are done; raises what the first
     has raised.
@@ -67,7 +67,9 @@ def update_lazily(
     count: int,
     workspace: Workspace,
 ) -> None:
-    """Update the rows ``places`` of ``weight`` and ``state``, one for each row of ``total``.
+    """Update only the rows ``places``, one for each row of ``total``.
+
+    They are rows of ``weight`` and ``state``.
 
     ``places`` are different ones, in any order. Where there are many, all cores take part.
     """
@@ -97,7 +99,7 @@ def update_all(
     workspace: Workspace,
     held: Ids | None = None,
 ) -> None:
-    """Update all rows: ``places`` by the rows of ``total``, the others by a gradient of zero.
+    """Update all rows; those not in ``places`` get a gradient of zero.
 
     With ``held``, sorted, these are all rows, ``places`` among them.
     """
@@ -118,7 +120,7 @@ def update_all(
 
 
 def assign(weight: RowValues, places: Ids, total: Sum, workspace: Workspace) -> None:
-    """Set the rows ``places`` of ``weight`` to those of ``total``, rounded to its dtype."""
+    """Set the rows ``places`` of ``weight`` to ``total``, rounded."""
     with np.errstate(all="ignore"):
         for start, stop in row_blocks(len(total), total.width):
             block = _block(workspace, _SUM, total.dtype, stop - start, total.width)
@@ -127,7 +129,7 @@ def assign(weight: RowValues, places: Ids, total: Sum, workspace: Workspace) -> 
 
 
 def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) -> bool:
-    """Return whether update number ``count`` leaves a weight of zero, never touched, unchanged.
+    """Return whether update ``count`` keeps an untouched weight of zero.
 
     Then rows that were never pushed need no memory, even where updates are not lazy.
     """
@@ -158,7 +160,7 @@ def _update_rows(
     count: int,
     workspace: Workspace,
 ) -> None:
-    """Update the rows ``at``, of which there is one at least: where they lie, or in copies."""
+    """Update the rows ``at`` (at least one), in place or in copies."""
     if _is_stretch(at):
         rows = slice(int(at[0]), int(at[0]) + len(at))
         mine = [array[rows] for array in state]

@@ -101,7 +101,7 @@ def checked_timeout(timeout: object) -> float | None:
 
 
 def futures_in(what: Any) -> list[Future[Any]] | None:
-    """Return the futures that a call of ``wait`` names; None when it names keys, or nothing."""
+    """Return the futures that ``wait`` was given; None for keys or nothing."""
     if isinstance(what, Future):
         return [what]
     if isinstance(what, list | tuple) and what and all(isinstance(f, Future) for f in what):
@@ -118,7 +118,7 @@ def check_priority(priority: object) -> None:
 
 
 def group_values(key: object, value: object, *, takes_rows: bool = False) -> dict[Key, list[Array]]:
-    """The arrays of each key, keys in order of first appearance, arrays in the caller's order.
+    """Return each key's arrays: keys by first appearance, arrays in order.
 
     Row-sparse values of any library stay what they are with ``takes_rows``; else they raise
     ``NotSupportedError``. Raises ``KeyTypeError``, ``ArgumentTypeError`` (no array, or a dtype
@@ -152,7 +152,7 @@ def group_values(key: object, value: object, *, takes_rows: bool = False) -> dic
 
 
 class KeyList:
-    """A list of different keys that calls use again and again, with cached facts about them."""
+    """A reused list of different keys, with cached facts about them."""
 
     __slots__ = ("_looks", "has_rows", "keys", "nbytes", "specs")
 
@@ -168,7 +168,7 @@ class KeyList:
         self._looks = [(spec.shape, np.dtype(spec.dtype.type), True) for spec in specs]
 
     def fit(self, arrays: Sequence[object], *, are_written: bool) -> bool:
-        """Whether these are what calls usually pass: for each key one plain array, contiguous.
+        """Return whether these are usual: one plain contiguous array for each key.
 
         Plain: of NumPy's own class, with the key's very shape and dtype; and aligned and
         writable, where values are to be written. No is not an error: then the checks decide. Two
@@ -223,7 +223,7 @@ class ByKeys(Generic[K, T]):
 
 
 class KeyTable:
-    """The keys of a store with their shapes and dtypes, and the checks of a call against them.
+    """The keys of a store with shapes and dtypes, and the checks of calls.
 
     The ``check_`` methods change nothing; ``add`` does and expects what ``check_init``
     returned. Calls that only look may come from any thread.
@@ -350,7 +350,7 @@ class KeyTable:
         self._lists.forget()
 
     def _grouped(self, key: object, value: object) -> dict[Key, list[Array]]:
-        """Return the arrays of values that callers give; row-sparse ones of any library as ours."""
+        """Return the arrays of given values; row-sparse ones are converted."""
         groups = group_values(key, value, takes_rows=True)
         return {
             item: [row_sparse(array) if is_row_sparse(array) else array for array in arrays]
@@ -377,7 +377,7 @@ class KeyTable:
 
 
 def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
-    """Raise ``ValueMismatchError`` unless values of ``spec`` can be copied into all ``outs``."""
+    """Raise ``ValueMismatchError`` unless ``spec`` fits into all ``outs``."""
     for out in outs:
         if is_row_sparse(out) and not isinstance(out, RowSparseArray):
             raise ArgumentTypeError(
@@ -398,7 +398,7 @@ def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
 
 
 def check_cast(what: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    """Raise ``ValueMismatchError`` where values would lose their kind in an array of ``wanted``."""
+    """Raise ``ValueMismatchError`` for casts that change the kind of values."""
     if not keeps_kind(stored, wanted):
         raise ValueMismatchError(
             f"{what} has dtype {stored}, and the array to fill has {wanted}, which cannot hold "

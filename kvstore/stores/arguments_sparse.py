@@ -88,7 +88,10 @@ class SparseOuts:
         self._warned: set[Key] = set()
 
     def ignored(self, groups: Mapping[Key, Sequence[Array]], level: int) -> dict[Key, list[Array]]:
-        """Return the other arrays; warns once for a key, with ``level`` for the ``stacklevel``."""
+        """Return the other arrays; warn once for each key.
+
+        ``level`` is for the ``stacklevel``.
+        """
         kept: dict[Key, list[Array]] = {}
         for key, arrays in groups.items():
             dense = [array for array in arrays if not isinstance(array, RowSparseArray)]

@@ -1,4 +1,4 @@
-"""``KVStore``: the public interface of every store, with the contract of each call.
+"""``KVStore``: the public interface of every store.
 
 The methods here only delegate. Read next: ``arguments.py`` for the checks that all stores share,
 then ``stores/local/store.py``, the shortest store; ``plugin.py`` for the interface of plug-in
@@ -64,7 +64,9 @@ class KeyInfo(NamedTuple):
 
 
 class Version(int):
-    """The number of pushes (in a synchronous store: rounds) that a pulled value includes.
+    """The number of pushes or rounds that a pulled value includes.
+
+    It counts rounds in a synchronous store.
 
     ``parts`` has the number of each part of the key. The parts are read one by one, so with
     ``dist_async`` the numbers of the parts can differ; the version itself is the smallest of them.
@@ -184,7 +186,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self.set_optimizer(self.current_optimizer().replace(**numbers))
 
     def optimizer_params(self) -> dict[str, Any]:
-        """Return the parameters of the optimizer that the store (with servers: each of them) uses.
+        """Return the parameters of the optimizer that the store or servers use.
 
         Raises ``OptimizerNotSet``.
         """
@@ -192,7 +194,10 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def current_optimizer(self) -> Optimizer:
-        """Return the optimizer in use, read back from where it runs. Raises ``OptimizerNotSet``."""
+        """Return the optimizer in use, read back from where it runs.
+
+        Raises ``OptimizerNotSet``.
+        """
 
     @abc.abstractmethod
     def set_updater(self, updater: UpdateFunction) -> None:
@@ -230,7 +235,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def wait(self, what: Any = None, timeout: float | None = None) -> Any:
-        """Wait for futures, for the calls in flight for some keys, or for all calls in flight.
+        """Wait for futures, for calls of some keys, or for all calls in flight.
 
         ``what`` is a future or a list of them (returns their values), a key or a list of keys
         (returns None), or None for all calls that this store has in flight. Raises the first
@@ -250,7 +255,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def delete(self, key: Keys) -> None:
-        """Delete keys with their values and optimizer states; ``init`` may create them again.
+        """Delete keys with their values and states; ``init`` may create them again.
 
         With several workers, all must call it; the keys are deleted when it returns. Earlier
         pushes are applied first. Raises ``UnknownKeyError``.
@@ -263,7 +268,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def save_checkpoint(self, directory: Path) -> None:
-        """Write values, optimizer states, update counts and the optimizer into ``directory``.
+        """Write values, optimizer states, counts and the optimizer to a directory.
 
         It writes two files of named arrays and, last, a manifest: a checkpoint without a manifest
         is incomplete. It replaces an earlier checkpoint in the directory; other files stay. With
@@ -274,7 +279,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def load_checkpoint(self, directory: Path) -> None:
-        """Load values, states, counts and the optimizer from ``save_checkpoint``'s directory.
+        """Load values, states, counts and the optimizer of ``save_checkpoint``.
 
         Missing keys are initialised. The number of servers may differ from that of the save. With
         several workers, all must call it, and the lowest rank reads. Raises ``CheckpointError``.
@@ -282,7 +287,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
-        """Write the optimizer states and update counts; with ``dump_optimizer`` the optimizer, too.
+        """Write optimizer states and counts; the optimizer if ``dump_optimizer``.
 
         A symbolic link is followed. With several workers the lowest rank writes; the others return
         at once. Raises ``OptimizerNotSet``, ``CheckpointError`` if ``fname`` cannot be written or
@@ -340,11 +345,16 @@ class KVStore(KVStoreBase, abc.ABC):
         return []
 
     def set_barrier_before_exit(self, barrier_before_exit: bool = True) -> None:
-        """Do nothing, as servers always run until all workers have left; MXNet has this call."""
+        """Do nothing: servers always run until all workers have left.
+
+        MXNet has this call.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Leave the store and free its memory; later calls raise ``ClosedError``. Idempotent.
+        """Leave the store and free its memory; later calls raise ``ClosedError``.
+
+        Calling it again does nothing.
 
         A distributed store first waits until its pushes are applied, and raises the error of a
         failed push unless an earlier call raised it; the store is closed in any case.
@@ -384,7 +394,7 @@ class KVStore(KVStoreBase, abc.ABC):
     def shard(
         self, num_samples: int, seed: int | None = None, epoch: int = 0, *, even: bool = True
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the samples that this worker visits in ``epoch``: int64 indices, shape (n,).
+        """Return the samples of this worker in ``epoch``: int64 indices, shape (n,).
 
         All workers shuffle equally, by ``seed`` and ``epoch`` (None: no shuffle), and take samples
         in turn. The shards together have all samples. With ``even`` all shards have the same
@@ -421,7 +431,7 @@ class KVStore(KVStoreBase, abc.ABC):
         return self.send_command_to_servers(head, body)
 
     def __repr__(self) -> str:
-        """``<dist_sync store: rank 0 of 2, 12 keys>``; never raises."""
+        """Return ``<dist_sync store: rank 0 of 2, 12 keys>``; never raise."""
         name = _shown(lambda: self.type)
         place = f"rank {_shown(lambda: self.rank)} of {_shown(lambda: self.num_workers)}"
         keys = _shown(lambda: len(self._table))
@@ -441,8 +451,10 @@ class KVStore(KVStoreBase, abc.ABC):
 
 
 def _shown(read: Callable[[], object]) -> str:
-    """Return what ``read`` gives, or a question mark when it raises: a ``repr`` that raises
-    would hide the error whose text includes it."""
+    """Return what ``read`` returns, or a question mark if it raises.
+
+    A ``repr`` that raises would hide the error whose text includes it.
+    """
     try:
         return str(read())
     except Exception:

@@ -64,7 +64,7 @@ def wait_to_write(arrays: Iterable[Array]) -> None:
 
 
 def unwrapped(arrays: Iterable[Array]) -> list[Array]:
-    """Return the arrays that lazy ones wrap, once these may be written; others as they are.
+    """Return the arrays inside lazy ones, once writable; others unchanged.
 
     Work that continues when a call has returned must use these: the I/O thread, which would
     bring what a lazy array waits for, must not wait for it.

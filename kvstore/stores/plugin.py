@@ -1,4 +1,4 @@
-"""``KVStoreBase``, the interface of stores and plug-ins, with the registry of plug-in names.
+"""``KVStoreBase``: the interface of stores and plug-ins, with a registry.
 
 ``KVStoreBase`` is what a plug-in implements, and the base of this package's own stores as well.
 ``create("teststore")`` is the smallest plug-in, for tests of code that takes any store: one
@@ -36,7 +36,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class KVStoreBase:
-    """The interface of a store for training code, and the base class of plug-in stores.
+    """The interface of stores for training code, and the base of plug-ins.
 
     ::
 
@@ -59,7 +59,7 @@ class KVStoreBase:
 
     @staticmethod
     def register(klass: _Class) -> _Class:
-        """Class decorator: let ``create`` make objects of this class by its name, lower-cased.
+        """Decorate a class so that ``create`` knows it by its lower-case name.
 
         Registering a name again warns and replaces. Raises ``ArgumentTypeError`` for what is
         not a class.
@@ -107,7 +107,9 @@ class KVStoreBase:
         raise NotImplementedError
 
     def is_capable(self, capability: str) -> bool:
-        """Return whether the store can do it; the one that is known is ``KVStoreBase.OPTIMIZER``.
+        """Return whether the store has a capability.
+
+        The known one is ``KVStoreBase.OPTIMIZER``.
 
         Raises ``ArgumentValueError`` for an unknown one.
         """
@@ -162,7 +164,9 @@ class KVStoreBase:
         dtype: Any = np.float32,
         seed: int = 0,
     ) -> Table:
-        """A new growing table: rows of ``dim`` numbers by any 64-bit id, made on first touch.
+        """Create and return a growing table of rows of ``dim`` numbers by id.
+
+        Ids have 64 bits; rows are made when they are first touched.
 
         A row begins with numbers that depend on ``seed``, ``name`` and its id alone, drawn by
         ``init``: ``kvstore.init.Uniform`` (from -0.07 to 0.07 by default), ``Normal`` or
@@ -193,7 +197,7 @@ class KVStoreBase:
         )
 
     def set_gradient_compression(self, compression_params: CompressionParams) -> None:
-        """Let pushed values travel encoded from now on: ``{"type": "2bit", "threshold": 0.5}``.
+        """Encode pushed values, for example by ``{"type": "2bit", "threshold": 0.5}``.
 
         A dictionary, or a list of such, of which the first that is for a key counts; None turns
         compression off. ``docs/compression.md`` has the codecs and their parameters. What

@@ -84,7 +84,10 @@ def deal_out(
 
 
 def as_int(name: str, value: Any) -> int:
-    """Return the argument ``name``, also NumPy's integers. Raises ``ArgumentTypeError``."""
+    """Return the int argument ``name``. Raises ``ArgumentTypeError``.
+
+    NumPy's integers are accepted.
+    """
     try:
         return operator.index(value)
     except TypeError:

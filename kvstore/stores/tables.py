@@ -115,8 +115,10 @@ class Table(abc.ABC):
             self._push(flat, self._checked_gradients(shape, gradients))
 
     def _check_out(self, out: Array, wanted: tuple[int, ...]) -> None:
-        """Raise ``ValueMismatchError`` unless these rows can be written to the array: by
-        their shape and the rule of dtypes that pulls have."""
+        """Raise ``ValueMismatchError`` unless the rows can be written to ``out``.
+
+        Their shape and the dtype rule of pulls decide.
+        """
         adapter = adapter_for(out)
         shape = adapter.shape(out)
         if shape != wanted:
@@ -175,7 +177,7 @@ class Table(abc.ABC):
             return self._files.home.held().ids
 
     def rows(self, block_rows: int = 65536) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
-        """All rows in pieces, sorted by id: pairs of ids and a new array of their rows.
+        """Yield all rows in pieces, sorted by id: pairs of ids and new arrays.
 
         Each piece is read when it is asked for; rows that are gone by then are left out.
         """
@@ -284,8 +286,11 @@ class StoreTables(Generic[T]):
     def _checked(
         self, name: object, dim: object, optimizer: object, **options: Any
     ) -> tuple[TableSettings, Optimizer | None]:
-        """What a new table is to be. Raises what ``checked_settings`` and
-        ``checked_table_optimizer`` do, and ``DuplicateKeyError`` if the name is taken."""
+        """Return the checked settings of a new table.
+
+        Raises what ``checked_settings`` and ``checked_table_optimizer`` do, and
+        ``DuplicateKeyError`` if the name is taken.
+        """
         settings = checked_settings(name, dim, **options)
         chosen = checked_table_optimizer(optimizer, settings.dtype)
         if settings.name in self._tables:

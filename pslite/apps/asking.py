@@ -1,4 +1,4 @@
-"""``Asker``: requests from an app to apps of other nodes, for ``SimpleApp`` and ``KVWorker``.
+"""``Asker``: requests from an app to the apps of other nodes.
 
 An ``Asker`` sends one request to each of some nodes and completes one future when all have
 answered. It checks at the caller what could not be sent, so that nothing fails later on the

@@ -213,7 +213,7 @@ class KVWorker:
         return self._asker.wait(future, timeout_s)
 
     def _list_of(self, keys: ArrayLike, copy: bool) -> ListedKeys:
-        """Check a call's keys, and return them with each server's slice; known lists are cached."""
+        """Check the keys of a call and return them with each server's slice (cached)."""
         array = as_keys(keys)
         lists = self._lists if array.nbytes <= MAX_BYTES and len(array) >= MIN_KEYS else None
         known = None if lists is None else lists.find(array)

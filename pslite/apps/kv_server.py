@@ -1,4 +1,4 @@
-"""``KVServer``: passes the requests of ``KVWorker`` to a handle and sends its results.
+"""``KVServer``: pass the requests of ``KVWorker`` to a handle.
 
 Requests arrive on the I/O thread and go to a pool thread, one of an app at a time; handles run
 there. Nothing of a request is referred to once it is answered, since it may lie in the worker's
@@ -51,7 +51,7 @@ they lie in the worker's memory, where they are valid only until the request is 
 
 
 class KVServer:
-    """The server's side: passes requests to ``handle``, one at a time, and sends its results.
+    """The server's side: it passes requests to ``handle``, one at a time.
 
     What the handle raises arrives at the worker as ``RemoteError`` with the traceback (errors
     of ``pslite.errors`` arrive as they are), and the server continues.

@@ -1,4 +1,4 @@
-"""``SumHandle``: a ready-made handle for ``KVServer`` that adds pushes; pulls read the sums.
+"""``SumHandle``: a handle for ``KVServer`` that adds up what is pushed.
 
 Values lie in the order of their arrival in one growing array; beside it stands a sorted index
 of the keys. So a request costs one binary search over all its keys together, and new keys

@@ -1,4 +1,4 @@
-"""Encoding and decoding of pushes and pulls as bodies and frames. Pure, runs on any thread.
+"""Encode and decode pushes and pulls as bodies and frames. Pure.
 
 The layout is section 14 of ``docs/wire.md``. A request's body is ``[push, pull, dtype, columns,
 has lens, series, number]`` and its frames are the keys, then, of a push, values and lens; the

@@ -1,4 +1,4 @@
-"""``Observer``: asks the scheduler of a running job for its status, without joining the job.
+"""``Observer``: ask the scheduler of a running job for its status.
 
 ::
 
@@ -41,7 +41,9 @@ _SCHEDULER = Role.SCHEDULER.value
 
 
 class Observer:
-    """Asks one scheduler, as often as you like. Use as ``with Observer(...) as observer:``.
+    """A client that asks one scheduler for its status, any number of times.
+
+    Use it as ``with Observer(...) as observer:``.
 
     Args:
         address: ``host:port`` of the scheduler, or None for that of the settings

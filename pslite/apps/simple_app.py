@@ -1,4 +1,4 @@
-"""``SimpleApp``: requests of a number and some bytes to nodes or groups, and their answers.
+"""``SimpleApp``: send a number and some bytes to nodes, and get answers.
 
 For commands and settings, not for bulk data (``kv_app.py``). An app is a number that both
 ends agree on. Handles run one at a time: on a server's pool thread, elsewhere on the I/O

@@ -1,4 +1,4 @@
-"""``Heap``: a node's buffers, pooled and (if possible) shared with peers on the same machine.
+"""``Heap``: the buffers of a node, shared with peers on the same machine.
 
 A buffer comes from a *segment*, a stretch of memory that another process of the same machine
 can map (``segment.py``). A frame that lies in one travels to such a peer as a descriptor (which

@@ -41,7 +41,7 @@ _COUNTERS_BYTES = PAGE_BYTES
 
 
 def is_ordered() -> bool:
-    """Return whether other processes see the stores of this one in the order of the program."""
+    """Return whether other processes see this process's writes in program order."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
@@ -151,7 +151,7 @@ class Ring:
         return bytes(place[4 : 4 + nbytes])
 
     def staged(self, chunk: int, rank: int) -> Bytes:
-        """Return the bytes of the slot for what ``rank`` stages; those of others are read-only."""
+        """Return the bytes in which ``rank`` stages data; other ranks' are read-only."""
         return self._members[rank].staged[chunk % SLOTS]
 
     def result(self, chunk: int, rank: int) -> Bytes:

@@ -1,4 +1,4 @@
-"""Shared-memory segments that other processes of this machine can map. Calls the operating system.
+"""Shared-memory segments that other processes of this machine can map.
 
 A segment is a memfd (memfd_create(2)): it has no name in any file system, so nothing is left
 behind however a process ends, and no limit of /dev/shm applies. It is sealed against shrinking,

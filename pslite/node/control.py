@@ -25,7 +25,7 @@ VERDICT_S = 2.0
 
 
 class ControlOffice(Office, Protocol):
-    """The interface of a node for its control, with the parts for data, liveness and reports."""
+    """A node as its control sees it, with its data, liveness and reports."""
 
     traffic: Traffic
     watch: FailureDetector
@@ -36,7 +36,7 @@ class ControlOffice(Office, Protocol):
 
 
 class NodeControl(abc.ABC):
-    """The part of a node's control (``office.Control``) that is the same for all roles."""
+    """The control of a node (``office.Control``) that all roles share."""
 
     def __init__(self, office: ControlOffice) -> None:
         self._office = office
@@ -80,7 +80,10 @@ class NodeControl(abc.ABC):
     # -- who is gone -------------------------------------------------------------------
 
     def _heard_of(self, speaker: int, lost: tuple[int, str], until: float) -> None:
-        """Note that a member says which other one is lost; until then its own end may wait."""
+        """Note that a member reports the loss of another one.
+
+        Until that is decided, the member's own end may wait.
+        """
         about, reason = lost
         self._hearsay.note(speaker, about, reason, self._office.membership.title(about), until)
         self._office.errands.timers.add(until, self._end_hearsay)

@@ -1,4 +1,4 @@
-"""``Customers``: open requests between apps, their answers, and the routing to apps.
+"""``Customers``: open requests between apps, their answers and routing.
 
 An app is a number that both ends agree on. ``Customers`` lives on the I/O thread: it hands
 arriving requests to the app's handler and arriving responses to the future of the request.

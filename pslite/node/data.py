@@ -1,4 +1,4 @@
-"""``Traffic``: connects the data plane with the messages of a node. On the I/O thread.
+"""``Traffic``: connect the data plane with a node's messages (I/O thread).
 
 ``plane/`` decides; this file hands it what arrives, sends what it wants sent as far as credits
 go, and lets the pool run a server's work. A worker has a ``WorkerPlane``; a server gets its
@@ -287,7 +287,7 @@ class Traffic:
         return self.worker.num_active + of_server
 
     def open_rounds(self, now: float) -> tuple[int, list[Wait]]:
-        """Return how many parts wait for workers, and the waits that have lasted for a while."""
+        """Return how many parts wait for workers, and the long waits."""
         if self._server is None:
             return 0, []
         open_ = self._server.open_rounds()

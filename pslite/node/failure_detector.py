@@ -1,4 +1,4 @@
-"""``FailureDetector``: heartbeats to peers, and detection of losses and stalls. On the I/O thread.
+"""``FailureDetector``: send heartbeats, detect losses and stalls (I/O thread).
 
 ``protocol/liveness.py`` decides; this file feeds it with what the van and the operating system
 say, tells ``control`` of losses, and drops the connections of nodes that ``control`` declares gone.

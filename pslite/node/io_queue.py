@@ -38,7 +38,7 @@ class Timer:
         self.due = math.inf
 
     def set(self, due: float) -> None:
-        """Have the command called from ``due`` on, and not when it was due before; inf: never."""
+        """Schedule the command for ``due`` instead of its earlier time; inf: never."""
         self.due = due
         if due < math.inf:
             self._timers.push(self)
@@ -57,7 +57,10 @@ class Timers:
         return Timer(self, command)
 
     def add(self, due: float, command: Callable[[], None]) -> None:
-        """Have ``command`` called once from ``due`` on, or by ``end``; those due first go first."""
+        """Schedule one call of ``command`` for ``due``; ``end`` calls it if it is earlier.
+
+        Commands that are due first are called first.
+        """
         Timer(self, lambda _: command(), is_errand=True).set(due)
 
     def every(self, interval_s: float, command: Callable[[float], None]) -> None:
@@ -90,7 +93,7 @@ class Timers:
                 timer.command(now)
 
     def errands(self) -> list[Timer]:
-        """Return those that were added and have not been called, in the order of their times."""
+        """Return the commands that have not been called, ordered by their times."""
         return [timer for _, _, timer in sorted(self._waiting) if timer.is_errand]
 
     def end(self) -> None:
@@ -114,7 +117,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Errands:
-    """The queue of calls for one node's I/O thread. ``wake`` ends the poll of that thread."""
+    """The queue of calls for a node's I/O thread; ``wake`` ends its poll."""
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float]) -> None:
         self._wake = wake

@@ -1,4 +1,4 @@
-"""``Links``: exactly-once messages to and from peers over any van. On the I/O thread.
+"""``Links``: exactly-once messages to and from peers (I/O thread).
 
 A ``Links`` owns one ``Channel`` per peer (``protocol/channel.py``) and turns messages into
 frames and back (``wire/codec.py``). It checks what every transmission must have - version,

@@ -1,4 +1,4 @@
-"""``MemberControl``: joining, barriers and leaving of workers and servers. On the I/O thread.
+"""``MemberControl``: joining, barriers and leaving of workers and servers.
 
 Joining (with a deadline and a line every few seconds that says who is missing), barriers,
 goodbyes, and what follows when another node is gone. ``scheduler.py`` is the other side.

@@ -1,4 +1,4 @@
-"""``Admission``: the senders whose messages a node accepts, before and after the roster. Pure.
+"""``Admission``: which senders' messages a node accepts. Pure.
 
 Before: what members will turn out to have sent waits here, so much and no more; the rest is not
 accepted, so its senders come back to it. Afterwards: who is not in the roster is not heard, and

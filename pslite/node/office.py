@@ -1,4 +1,4 @@
-"""The interfaces of a node for its parts, which import this and not ``Postoffice``. A leaf."""
+"""The interfaces of a node for its parts, instead of ``Postoffice``."""
 
 from __future__ import annotations
 

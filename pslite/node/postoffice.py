@@ -1,4 +1,4 @@
-"""``Postoffice``: a node, which connects the pure protocol with a van on one I/O thread.
+"""``Postoffice``: a node: the pure protocol and a van on one I/O thread.
 
 ``step`` is the whole life of a node: take what the van has, carry out what other threads
 asked for (``io_queue.py``), look at the clock, send what may be sent. A node is driven by its own

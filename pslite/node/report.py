@@ -27,7 +27,7 @@ class Reporter:
         self.progress: ProgressSource | None = None
 
     def report(self, now: float, waits: Sequence[Wait] = ()) -> NodeReport:
-        """Return the node at this moment; ``waits`` are those that the node's control knows of."""
+        """Return the state of the node; ``waits`` are those that its control knows."""
         office, traffic, source = self._office, self._traffic, self.progress
         counts = office.links.byte_counts().values()
         open_rounds, round_waits = traffic.open_rounds(now)
@@ -54,7 +54,7 @@ class Reporter:
         )
 
     def _is_busy(self) -> bool:
-        """Return whether this node may do or send something before the next message arrives."""
+        """Return whether this node may act before the next message arrives."""
         office, traffic = self._office, self._traffic
         # The pool first: what it has done becomes a command before it counts as done.
         return (

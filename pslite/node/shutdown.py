@@ -1,4 +1,6 @@
-"""``Shutdown``: the orderly end of a node. On the I/O thread unless stated otherwise.
+"""``Shutdown``: the orderly end of a node.
+
+It runs on the I/O thread unless stated otherwise.
 
 A node that is done waits until its peers have accepted what it sent, says goodbye, and stays until
 that is accepted and all that it has pushed or pulled is answered: so a push that is not applied is
@@ -70,7 +72,9 @@ class Push(Future[T]):
 
 
 class Unheard:
-    """Collects failures of calls that had returned and were not reported. From any thread.
+    """Failures of calls that had returned and were never reported.
+
+    Any thread may use it.
 
     What has the same text is the same: a push that was refused, and the pull that counts on it.
     """

@@ -314,7 +314,7 @@ def _end_with_failure() -> None:
 
 
 class _Unflushable:
-    """A stream that does all that ``stream`` does, and that the interpreter cannot flush."""
+    """A wrapper of ``stream`` that the interpreter cannot flush."""
 
     def __init__(self, stream: object) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""``Surveyor``: collects the nodes' status and answers observers. On the scheduler's I/O thread.
+"""``Surveyor``: collect the status of all nodes and answer observers.
 
 An observer has a connection and nothing else: it is in no roster, has no rank, counts in no
 barrier, and nothing is kept of it. When whom to ask is decided in ``protocol/surveys.py``; here
@@ -183,7 +183,7 @@ class Surveyor:
 
 
 def explained(calls: Mapping[int, Sequence[str]], lacking: Sequence[Wait]) -> str:
-    """Return what the ``DeadlockError`` of all workers says. ``calls`` are those of each rank."""
+    """Return the text of ``DeadlockError``; ``calls`` are those of each rank."""
     ranks: dict[str, list[int]] = {}
     for rank, threads in sorted(calls.items()):
         ranks.setdefault(" and in ".join(threads), []).append(rank)

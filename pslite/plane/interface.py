@@ -1,4 +1,4 @@
-"""The types of the data plane and its callers: parts, effects, the app's interface.
+"""The types of the data plane: parts, effects, and the app's interface.
 
 Pure. The contract as a whole stands in the package's docstring (``pslite/plane``).
 """
@@ -19,7 +19,10 @@ Buffer = Any
 
 
 class Piece(NamedTuple):
-    """The bytes of one part: ``frame[start:stop]``. The frame of several parts may be a ``Row``."""
+    """The bytes of one part: ``frame[start:stop]``.
+
+    The frame of several parts may be a ``Row``.
+    """
 
     frame: Buffer
     start: int
@@ -100,7 +103,7 @@ class Formed(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """The size of a contribution, or of what a pull will be answered, as far as is known."""
+        """Return the size of a contribution, or of the answer to a pull if known."""
 
 
 class ServerApp(Protocol):

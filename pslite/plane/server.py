@@ -1,4 +1,4 @@
-"""``ServerPlane``: the server's half of the data plane. Pure; on the node's I/O thread.
+"""``ServerPlane``: the server's half of the data plane. Pure.
 
 What arrives is looked at here, and goes to the units that its parts belong to (``unit.py``). The
 rules stand in the package's docstring; ``worker.py`` is the other half, and ``protocol/rounds.py``

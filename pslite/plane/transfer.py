@@ -1,4 +1,6 @@
-"""``Transfer``: a worker's push or pull to one server. Pure; on the I/O thread once submitted.
+"""``Transfer``: a worker's push or pull to one server. Pure.
+
+It is used on the I/O thread once it is submitted.
 
 Used by ``worker.py``, which decides when it goes out and what an answer belongs to.
 """
@@ -194,7 +196,7 @@ Request = tuple[Transfer, "int | None"]
 
 @dataclass(slots=True, eq=False)
 class Requested:
-    """A worker's view of a part, or of parts that are in the same state (as ``unit.py`` has it).
+    """A worker's view of a part, or of several parts in the same state.
 
     A request is a transfer and the index of its part; None stands for all of its parts, which
     are then exactly these, in this order.

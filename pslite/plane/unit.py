@@ -51,7 +51,10 @@ class WaitingPull(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """A server's view of parts that are in the same state. The payloads are ``Piece`` values."""
+    """A server's view of several parts in the same state.
+
+    The payloads are ``Piece`` values.
+    """
 
     parts: Ints
     sizes: Ints

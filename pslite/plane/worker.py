@@ -1,4 +1,4 @@
-"""``WorkerPlane``: the worker's half of the data plane. Pure; on the node's I/O thread.
+"""``WorkerPlane``: the worker's half of the data plane. Pure.
 
 The rules stand in the package's docstring; ``server.py`` is the other half. Read next:
 ``transfer.py``.

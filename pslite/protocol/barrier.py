@@ -1,4 +1,4 @@
-"""``Barriers``: the scheduler's barriers, by sets of nodes and numbered rounds. Pure.
+"""``Barriers``: the scheduler's barriers, by groups and rounds. Pure.
 
 Every node counts its own barriers of a group, so a request that is sent again cannot count
 twice and cannot leak into the next barrier (ps-lite counted messages, ``src/van.cc``). A

@@ -1,5 +1,7 @@
-"""Exactly-once delivery between two incarnations, over a transport that may lose, repeat,
-delay and reorder. Pure: no socket, no clock; time comes in as an argument.
+"""Exactly-once delivery over a transport that loses and repeats messages.
+
+The transport may also delay and reorder them. Pure: no socket and no clock; the time is an
+argument.
 
 Each direction numbers its messages 1, 2, 3, ... The receiving side remembers a low-water mark
 ("I have all up to here") and the few numbers above it, refuses what it has seen, and returns

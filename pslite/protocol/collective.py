@@ -49,7 +49,10 @@ class GroupKey(NamedTuple):
 
 
 class CallKey(NamedTuple):
-    """A call: the ``number``-th of this ``name`` in its group; calls in order have no name."""
+    """The identity of a call: the ``number``-th of this ``name`` in its group.
+
+    Calls that are matched by their order have no name.
+    """
 
     group: GroupKey
     name: str
@@ -245,7 +248,9 @@ class CallMatcher(Generic[T]):
         return effects
 
     def missing(self, key: CallKey, rank: int, *, counts_waits: bool) -> list[int]:
-        """Return who has not come to a call in which ``rank`` waits; all, with the job's ranks.
+        """Return the ranks that have not joined a call, and all ranks of the call.
+
+        Both are ranks of the job. ``rank`` waits in the call.
 
         With ``counts_waits`` its messages go elsewhere: those have come who have asked this.
         """

@@ -1,4 +1,4 @@
-"""``Liveness``: the rules by which a peer counts as lost or stalled. Pure; time is an argument.
+"""``Liveness``: the rules by which a peer is lost or stalled. Pure.
 
 Lost: the transport says that the connection is gone and it does not come back within
 ``lost_after_s``, or never came about within ``reach_s``, or the process is known to be dead

@@ -1,4 +1,4 @@
-"""Mailboxes: what workers send to each other, as the server that keeps it sees it. Pure.
+"""Mailboxes: messages between workers, as their server keeps them. Pure.
 
 Each worker has a box on one server. A letter lies there until its receiver asks for it, or goes to
 a request that waits for one. Letters of one sender and tag stay in order. A box keeps a limited
@@ -31,7 +31,7 @@ ANYBODY = -1
 
 
 class Address(NamedTuple):
-    """Which letters are meant: of one sender, or of ``ANYBODY``, to one worker of a group."""
+    """A filter of letters: from one sender or ``ANYBODY``, to one worker."""
 
     group: GroupKey
     source: int
@@ -178,7 +178,7 @@ class Mailboxes(Generic[L, R]):
         slot.requests.append((address.source, request))
 
     def depart(self, rank: int, error: BaseException) -> Iterator[MailEffect[L, R]]:
-        """Return what was sent to ``rank``, which is gone, and requests that only it could end."""
+        """Return letters to the departed ``rank``, and requests only it could answer."""
         self._gone[rank] = error
         box = self._boxes.pop(rank, _Box())
         for letter in box.waiting:
@@ -213,7 +213,7 @@ def _tidy(box: _Box[L, R], address: Address, slot: _Slot[L, R]) -> None:
 
 
 def _keep_more(box: _Box[L, R]) -> Iterator[MailEffect[L, R]]:
-    """Keep letters that wait, in the order in which they came, as long as there is room."""
+    """Keep waiting letters, in order of arrival, while there is room."""
     while box.waiting:
         letter = box.waiting[0]
         if box.kept_bytes and box.kept_bytes + letter.nbytes > BOX_BYTES:

@@ -1,4 +1,4 @@
-"""``Rendezvous`` and ``Membership``: joining and members of a cluster. Pure; time is an argument.
+"""``Rendezvous`` and ``Membership``: joining and members. Pure.
 
 ``Rendezvous`` is the scheduler's side: it collects registrations, gives ranks, and says who is
 missing. Ranks are stable: a node that names its rank (the launcher's order) gets it; others
@@ -271,7 +271,7 @@ class _Said:
 
 
 class Hearsay:
-    """The members' reports of lost nodes, and the members whose own loss is put off for them.
+    """Reports of lost nodes by members, and the members that wait for them.
 
     Who is lost is decided by the scheduler, by what it sees itself, so that no member can end
     another. But a member that has lost another one ends, and should not be named as the cause if

@@ -178,7 +178,7 @@ class SyncRounds:
 
 
 class AsyncRounds:
-    """Contributions that are applied one by one: each rank has rounds that need it alone."""
+    """Rounds of a part that applies each contribution by itself."""
 
     def __init__(self, window: int) -> None:
         #: How many contributions of a rank may wait for an earlier one of it.

@@ -1,4 +1,4 @@
-"""``Surveys``: the scheduler's status requests and the detection of deadlocks. Pure.
+"""``Surveys``: status requests of the scheduler, and deadlocks. Pure.
 
 ``Surveys`` decides for observers, ``Looks`` for the search of deadlocks, which asks like an
 observer. Used by ``pslite/node/surveyor.py``.

@@ -41,7 +41,7 @@ _Address: TypeAlias = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _End:
-    """One side of a connection. A message goes from an end into the inbox of ``far.van``.
+    """One side of a connection; messages go to the inbox of ``far.van``.
 
     ``closed`` means that this side's owner hears and says nothing more on the connection.
     """

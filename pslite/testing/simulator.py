@@ -1,4 +1,4 @@
-"""The simulator: a whole cluster in one thread, with virtual time and a faulty network.
+"""The simulator: a cluster in one thread, with virtual time and faults.
 
 The nodes are the real ones (``node/postoffice.py``), on in-process vans wrapped in fault injectors;
 only the clock, the pool and who steps when belong to the simulation. Everything random comes

@@ -1,4 +1,4 @@
-"""``Van``: the interface of transports, which move lists of frames between named nodes.
+"""``Van``: the interface of transports between named nodes.
 
 A van knows no ranks, keys, rounds or retries and never looks into a frame. What it promises is
 little on purpose: the layer above numbers its messages, acknowledges them and sends them again.
@@ -122,7 +122,10 @@ class PipeTicket(NamedTuple):
 
 
 class Van(abc.ABC):
-    """Moves frames between this node and its peers. The contract is in the module's text."""
+    """A transport of frames between this node and its peers.
+
+    The module's text has the contract.
+    """
 
     uid: str
     """The name under which accepting ends know this node; unique in a job."""

@@ -1,4 +1,4 @@
-"""``FaultyVan``: loses, repeats, delays and reorders messages of another van, for tests.
+"""``FaultyVan``: a van that loses, repeats, delays and reorders messages.
 
 The same seed, plan and calls give the same faults: every wrapper has its own random generator,
 seeded once. (ps-lite's PS_DROP_MSG seeds again for each message from the wall clock in seconds,
@@ -33,7 +33,7 @@ from pslite.van.base import (
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Probabilities per message, each drawn independently, and how long held messages wait.
+    """Probabilities of faults for each message, and how long messages wait.
 
     Args:
         drop: a sent message is lost.
@@ -57,7 +57,7 @@ COUNTED = ("sent", "dropped", "duplicated", "delayed", "reordered", "received", 
 
 
 class FaultyVan(Van):
-    """A :class:`Van` that passes everything to ``inner`` but for the faults of ``plan``.
+    """A :class:`Van` that passes everything to ``inner`` except for faults.
 
     ``drop_received`` is the probability that a message which has arrived is lost (what the
     original's PS_DROP_MSG does). ``counts`` tells what was done: how many messages were ``sent``

@@ -1,4 +1,4 @@
-"""Frames <-> messages. The only file that imports msgpack; pure, runs on any thread.
+"""Encode and decode messages as frames; the only user of msgpack. Pure.
 
 A transmission is a header frame and any number of payload frames. The header is one msgpack
 array: the envelope's ten fields, then the message's fields in the order of its dataclass.

@@ -140,7 +140,7 @@ class BarrierLeave(Message):
 
 @dataclass(frozen=True, slots=True)
 class BarrierWaits(Message):
-    """A barrier that the receiver has reached has been open for long: who has not come."""
+    """A barrier has been open for long; names the nodes that are missing."""
 
     RELIABLE: ClassVar[bool] = False
     group: Natural
@@ -178,7 +178,7 @@ class Exchange(Message):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Message):
-    """What became of an ``Exchange``: the parts' rounds are applied, here are the values."""
+    """The result of an ``Exchange``: its rounds are applied; the values."""
 
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "versions")
     pushed: bool
@@ -249,7 +249,7 @@ class SegmentOffer(Message):
 
 @dataclass(frozen=True, slots=True)
 class SegmentTaken(Message):
-    """Whether the sender has mapped a segment: descriptors of it may be sent from now on."""
+    """Whether the sender has mapped a segment, so that it can be referred to."""
 
     segment: Natural
     taken: bool
@@ -259,7 +259,10 @@ class SegmentTaken(Message):
 
 @dataclass(frozen=True, slots=True)
 class PipeOffer(Message):
-    """A pipe by which the receiver, on the same machine, may send (``pslite/van/zmq/pipes.py``)."""
+    """A pipe by which the receiver may send, on the same machine.
+
+    See ``pslite/van/zmq/pipes.py``.
+    """
 
     fd: Natural
     """The descriptor by which the sender's process holds its writing end."""
@@ -336,7 +339,7 @@ class StatusSurvey(Message):
 
 @dataclass(frozen=True, slots=True)
 class LongWait(Message):
-    """A thread of this worker has waited for long; sent with each report of such a wait."""
+    """A thread of this worker has waited for long; sent with each report."""
 
     RELIABLE: ClassVar[bool] = False
 

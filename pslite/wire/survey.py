@@ -125,14 +125,14 @@ class Survey(NamedTuple):
 
 
 class ProgressSource(Protocol):
-    """The source of a worker's progress. Called on the I/O thread for each status request."""
+    """A source of a worker's progress; called on the I/O thread."""
 
     def progressed(self) -> Progressed: ...
 
     def waits(self) -> list[Wait]: ...
 
     def stuck(self) -> tuple[int, list[str]] | None:
-        """Return the calls that all threads of the script wait in, without a limit and for long.
+        """Return the calls of all waiting threads if each waits long without limit.
 
         Before them, how many such waits have begun. None where a thread may go on by itself.
         """
@@ -153,7 +153,7 @@ def packed(value: NodeReport | Survey) -> bytes:
 
 
 def unpacked(kind: type[Value], body: bytes) -> Value:
-    """Return what ``packed`` made of a value of this kind; raise ``ProtocolError`` else."""
+    """Return the value that ``packed`` encoded, or raise ``ProtocolError``."""
     value: Value = _read(kind, unpack_value(body))
     return value
 

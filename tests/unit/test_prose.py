@@ -1,4 +1,4 @@
-"""tools/prose.py finds phrases that are not plain English, and this checkout has none."""
+"""tools/prose.py finds phrases that are not plain English and long docstrings; we have none."""
 
 from __future__ import annotations
 
@@ -82,6 +82,56 @@ def test_a_phrase_is_printed_and_ends_the_command_with_1(
     page.write_text("Good.\n")
     assert prose.main() == 0
     assert capsys.readouterr().out == ""
+
+
+SUMMARIES = f'''\
+"""{"A" * 80}"""
+
+
+class First:
+    """A first line that goes on
+    in the next one.
+    """
+
+    def second(self) -> None:
+        """{"B" * 81}
+
+        More.
+        """
+
+
+def short() -> None:
+    """Return nothing.
+
+    {"C" * 81}
+    """
+'''
+
+
+def test_a_docstring_with_a_long_first_line_is_found(prose: ModuleType) -> None:
+    assert list(prose.long_summaries(SUMMARIES)) == [
+        (5, "A first line that goes on"),
+        (10, "B" * 81),
+    ]
+
+
+def test_a_long_first_line_of_the_product_is_printed(
+    prose: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("kvstore/a.py", "kvstore/frameworks/b.py", "examples/c.py"):
+        module = tmp_path / name
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text(f'"""{"A" * 81}"""\n')
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    monkeypatch.setattr(prose, "PARTS", ("kvstore", "examples"))
+    assert prose.main() == 1
+    assert capsys.readouterr().out == (
+        f"kvstore/a.py:1: {'A' * 81}: begin the docstring with one line of at most 80 characters, "
+        "then an empty line\n"
+    )
 
 
 def test_this_checkout_has_no_such_phrase(

@@ -86,7 +86,9 @@ _formulas: dict[type, Callable[[Any, int], Formula | None]] = {}
 
 
 def formula_of(cls: type) -> Callable[[_Numbers], _Numbers]:
-    """Decorator: for optimizers of this very class, this function gives an update's numbers.
+    """Decorate a function that returns an optimizer's numbers for the kernels.
+
+    It is used for optimizers of exactly this class.
 
     It is called with the optimizer and the update's number; None leaves the update to NumPy.
     Subclasses, which may do something else, are not meant.
@@ -137,7 +139,7 @@ def instructions() -> str:
 
 
 def add_up(contributions: Row, total: Array) -> bool:
-    """Set ``total`` to ((c0 + c1) + c2) + ..., rounded to its dtype once; whether that was done.
+    """Set ``total`` to ((c0 + c1) + c2) + ..., rounded once; return if it was done.
 
     All have one shape, with any number of dimensions, and are the caller's; contributions share
     one dtype and are only read. Those of 16 bits are added in float32. ``total`` may be
@@ -197,7 +199,7 @@ def merge_ids(several: Sequence[Array]) -> tuple[Array, list[Array]] | None:
 
 
 def take_rows(table: Array, places: Array, out: Array) -> bool:
-    """Set ``out`` to the rows ``places`` (int64) of a 2-D array; returns whether that was done.
+    """Set ``out`` to the rows ``places`` (int64) of ``table``; return if done.
 
     Of one dtype; ``out`` must not overlap the table. Raises ``ValueError`` for rows that are not
     there.
@@ -219,7 +221,7 @@ def update_rows(
     count: int,
     span: tuple[int, int],
 ) -> bool:
-    """Update rows of a table, where they lie, by a sum of rows; returns whether that was done.
+    """Add a sum of rows to a table by an update; return if it was done.
 
     ``weight`` and ``state`` are 2-D and as ``apply`` has them; ``places`` are the rows (different
     ones, int64) to update, and each of ``values``, 2-D, has the rows ``at`` (sorted, int64) of the
@@ -293,7 +295,7 @@ def _formula(optimizer: object, count: int) -> Formula | None:
 
 
 def _meet(kind: int | None, weight_kind: int | None, weight: Array, state: Sequence[Array]) -> bool:
-    """Return whether the kernels take contributions of ``kind`` with this weight and state."""
+    """Return whether the kernels support this contribution, weight and state."""
     working = accumulation_dtype(weight.dtype)
     return (kind, weight_kind) in _COMBINED and all(array.dtype == working for array in state)
 

@@ -62,13 +62,13 @@ class Workspace:
         self._others: dict[int, Workspace] = {}
 
     def of(self, number: int) -> Workspace:
-        """Another workspace, always the same for a number, for another thread; 0 is this one."""
+        """Return the workspace of a thread, the same for a number; 0 is this one."""
         if not number:
             return self
         return self._others.setdefault(number, Workspace())
 
     def block(self, slot: int, dtype: np.dtype[Any], length: int) -> Flat:
-        """Return an uninitialised 1-D array of ``length`` elements, owned by the workspace."""
+        """Return an uninitialized 1-D array that the workspace owns."""
         found = self._blocks.get((slot, dtype))
         if found is None or len(found) < length:
             found = np.empty(length, dtype)
@@ -173,7 +173,7 @@ def apply_round(
 
 
 def add_up(contributions: Sequence[np.ndarray[Any, Any]], total: np.ndarray[Any, Any]) -> None:
-    """Set ``total``, one block, to ((c0 + c1) + c2) + ..., added in the dtype of ``total``.
+    """Set the block ``total`` to ((c0 + c1) + c2) + ..., in its own dtype.
 
     All are NumPy arrays of one shape, any number of dimensions, and are the caller's; nothing
     is checked. ``total`` may be ``contributions[0]`` itself and must not overlap any other.

@@ -42,7 +42,7 @@ class Failure(NamedTuple):
 
 
 class Cores:
-    """A thread pool that includes the calling thread. Several threads may call it at once."""
+    """A thread pool that includes the calling thread. Any thread may call it."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = max(num_threads, 1)
@@ -183,7 +183,7 @@ _by_process: dict[int, Cores] = {}
 
 
 def shared() -> Cores:
-    """Return the ``Cores`` of this process. The setting that counts is that of the first call."""
+    """Return the ``Cores`` of this process; the first call's setting is used."""
     process = os.getpid()
     found = _by_process.get(process)
     if found is None:

@@ -84,7 +84,10 @@ class Kernel(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Addresses in a row: copies, what is set, the velocity and the master if there are any."""
+        """Return the number of addresses in a row of the kernel's table.
+
+        They are those of the copies, the destinations, the velocity and the master.
+        """
         return self.num_copies + 1 + (self.formula == "momentum") + self.has_master
 
     @property
@@ -105,7 +108,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(dtype: np.dtype[Any], num_copies: int, formula: str) -> Kernel | None:
-    """Return the kernel of this formula for keys of ``dtype``; None if none can be made."""
+    """Return the kernel of this formula for ``dtype``, or None."""
     name = f"uint{8 * dtype.itemsize}" if dtype.kind == "i" else dtype.name
     if name not in C_TYPES or num_copies > MOST_COPIES:
         return None
@@ -125,7 +128,7 @@ class KernelParameters(NamedTuple):
 
 @functools.cache
 def table_dtype(kernel: Kernel) -> np.dtype[Any]:
-    """Return the layout of the kernel's ``struct Table``: every field lies where C puts it."""
+    """Return the layout of the kernel's ``struct Table``, as C lays it out."""
     rows = kernel.num_rows
     return np.dtype(
         [
@@ -140,7 +143,7 @@ def table_dtype(kernel: Kernel) -> np.dtype[Any]:
 def tables(
     kernel: Kernel, pointers: Pointers, lengths: Lengths
 ) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
-    """Yield the launches for these rows: (an array with one table in it, blocks of the grid).
+    """Yield the launches for these rows: (a table as an array, blocks of the grid).
 
     ``pointers`` has the shape (rows, ``kernel.num_columns``), ``lengths`` (rows,). A launch
     whose rows are all empty is left out.
@@ -178,7 +181,7 @@ def rows_of(
 
 
 def packed(kernel: Kernel, spans: Sequence[RowSpan], address: int) -> Pointers:
-    """Return where each span begins when they lie one after the other from ``address`` on."""
+    """Return the start of each span when they are packed from ``address``."""
     lengths = np.array([stop - start for _, start, stop in spans], np.uint64)
     before = np.cumsum(lengths) - lengths
     addresses: Pointers = np.uint64(address) + before * np.uint64(np.dtype(kernel.dtype).itemsize)

@@ -59,7 +59,7 @@ SLOTS = 3
 
 
 def update(home: int, kernel: Kernel, numbers: KernelParameters, copies: Rows, own: Rows) -> None:
-    """Add the copies of each key up and set or update its weight, in place on GPU ``home``.
+    """Add the copies of each key and set or update its weight, on GPU ``home``.
 
     ``own`` has for each key the arrays that ``Kernel.num_columns`` speaks of after copies, on
     ``home``; they are the store's. ``copies`` are only read and may be on any GPUs: what is on
@@ -143,7 +143,7 @@ class Stage(NamedTuple):
 
 
 def _run(num_blocks: int, stages: Sequence[Stage]) -> None:
-    """Do all stages for all blocks and wait until everything is done, on the current device."""
+    """Run all stages for all blocks on this device, and wait for the end."""
     events: dict[tuple[int, int], Any] = {}
     streams = [stage.stream for stage in stages]
     try:
@@ -212,7 +212,7 @@ class _Adding:
         return address
 
     def fetching_stream(self) -> Any:
-        """Return a stream on which copies from other GPUs begin when their sources are ready."""
+        """Return a stream for copies from other GPUs once their sources are ready."""
         stream = own_stream(self.home, "in")
         stream.wait_event(current_stream(self.home).record())  # scratch memory was just made
         for device in np.unique(self._devices[self._is_elsewhere]).tolist():
@@ -260,7 +260,7 @@ def _are_elsewhere(devices: np.ndarray[Any, Any], home: int) -> np.ndarray[Any, 
 
 
 class _Leaving:
-    """The copy of packed sums from a GPU to ``out``, direct or through ``pinned`` blocks."""
+    """A copy of packed sums from a GPU to ``out``, direct or by ``pinned``."""
 
     def __init__(self, adding: _Adding, out: Bytes, pinned: Sequence[Bytes]) -> None:
         self._adding, self._out, self._pinned = adding, out, pinned
@@ -307,5 +307,5 @@ def _arguments(kernel: Kernel, numbers: KernelParameters) -> tuple[Any, ...]:
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Any:
-    """Return a ``cupy.RawKernel``, which compiles itself at its first launch on each GPU."""
+    """Return a ``cupy.RawKernel``; each GPU compiles it at its first launch."""
     return load().RawKernel(source_of(kernel), NAME, OPTIONS)

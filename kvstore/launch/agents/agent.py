@@ -1,4 +1,4 @@
-"""The launcher's hand on another machine: starts processes there and passes their output on.
+"""The launcher's agent on another machine: it starts processes there.
 
 Run by :data:`BOOTSTRAP`, whose first words to the launcher are a line of JSON; after that both
 sides speak in frames (``wire.py``), over standard input and output. Everything it starts is

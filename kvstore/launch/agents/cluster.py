@@ -1,4 +1,4 @@
-"""How a cluster starts agents, and what launchers with other machines have in common.
+"""The interface of clusters that start agents, and what they share.
 
 Slurm, Grid Engine, YARN, Ray and mpirun start all agents of a job by one command. Each is a
 :class:`Cluster` in ``launch/backends``: it states its commands and reads what they print. All else
@@ -37,7 +37,7 @@ Member = tuple[str, int]
 
 
 class Cluster:
-    """One job on one kind of cluster: the commands that it takes, and how to read what they print.
+    """One job on one kind of cluster: its commands, and how to read output.
 
     ``environ`` is what the commands get. A backend says the rest by its attributes and methods.
     """
@@ -76,7 +76,7 @@ class Cluster:
         self.members: Sequence[Member] = servers_then_workers(options)
 
     def submit(self, directory: Path) -> list[str]:
-        """Return the command that submits the job of ``directory`` and stays until its end."""
+        """Return the command that submits the job and runs until its end."""
         raise NotImplementedError
 
     def texts(self, ticket: AgentTicket) -> Mapping[str, str]:
@@ -104,7 +104,7 @@ class Cluster:
         return False
 
     def cancel(self, line: str) -> Sequence[str] | None:
-        """Return what takes the job out, once a ``line`` ("" at the start) tells which it is."""
+        """Return the command that cancels the job, once a ``line`` identifies it."""
         return None
 
     def refusal(self, lines: Sequence[str]) -> str | None:
@@ -195,7 +195,7 @@ def forwarded_variables(options: LaunchOptions, environ: Mapping[str, str]) -> d
 def are_here(
     programs: Sequence[str], options: LaunchOptions, environ: Mapping[str, str], remedy: str
 ) -> bool:
-    """Return whether the cluster's ``programs`` are on the PATH; False where nothing is started.
+    """Return if the cluster's ``programs`` are on the PATH; False in dry runs.
 
     ``--dry-run`` alone continues without them and says so; otherwise raises :class:`LaunchError`.
     """
@@ -207,7 +207,7 @@ def are_here(
 
 
 def without(sentence: str, options: LaunchOptions, *, exit_code: int = 1) -> None:
-    """Refuse to go on without a part of the cluster, unless only ``--dry-run`` is asked for."""
+    """Raise if a part of the cluster is missing, unless in ``--dry-run``."""
     if options.check or not options.dry_run:
         raise LaunchError(sentence, exit_code=exit_code)
     say(f"{sentence} (what follows is only shown)")
@@ -250,7 +250,7 @@ def is_loopback(address: str) -> bool:
 
 
 def agent_row(label: str, found: Mapping[str, Any]) -> CheckResult:
-    """Return what an agent says of its machine. That it greets proves login, Python and version."""
+    """Return the table row of an agent; its greeting proves login and Python."""
     away_s = float(found.get("time_s", 0.0)) - time.time()
     parts = [
         f"{found.get('host')}: Python {found.get('python')}, kvstore {found.get('version')}",

@@ -1,4 +1,4 @@
-"""What the launchers share that have another program start their processes: mpirun, srun, qsub.
+"""The code that launchers on mpirun, srun and qsub share.
 
 Such a launcher says in a :class:`Cluster` which command starts as many agents as there are servers
 and workers, and how an agent knows which one it is. The rest is here: a ticket for the agents
@@ -112,7 +112,7 @@ def _start_agents(
     key: str,
     script: str = "",
 ) -> tuple[list[AgentPlace], Path]:
-    """Start the agents and wait until all have come; return them, and the directory they share.
+    """Start the agents and wait for them; return them and their directory.
 
     Raises :class:`LaunchError`.
     """
@@ -174,7 +174,7 @@ def _print_plan(options: LaunchOptions, cluster: Cluster) -> int:
 def _check(
     options: LaunchOptions, environ: Mapping[str, str], timing: Timing, cluster: Cluster
 ) -> int:
-    """Have the agents started, and print what each says of its machine; 0, or 1 and why."""
+    """Start the agents, print a row for each, and return 0, or 1 on failure."""
     with checking(environ, timing) as supervisor:
         # Who checks wants to know soon, also where a job may wait.
         cluster.connect_s = min(cluster.connect_s or _CHECK_S, _CHECK_S)
@@ -193,7 +193,7 @@ def _check(
 
 
 class Carrier(Place):
-    """Runs ``argv``, a command of ``cluster``; ``workers`` are its agents' places by their rank."""
+    """The process ``argv`` of ``cluster``; ``workers`` are the agents by rank."""
 
     def __init__(
         self,

@@ -31,7 +31,9 @@ Admit = Callable[[AgentLink, Mapping[str, Any]], list[Event]]
 
 
 class AgentListener(Place):
-    """Owns ``listener``. ``admit`` takes the link, with its ownership, and the greeting.
+    """The listening socket for agents; ``admit`` gets the link and greeting.
+
+    It owns ``listener``; ``admit`` takes over the link.
 
     No process of the job runs at this place.
     """

@@ -1,4 +1,4 @@
-"""How an agent that mpirun, srun, qsub or YARN has started connects to its launcher.
+"""How an agent started by mpirun, srun, qsub or YARN finds its launcher.
 
 The launcher makes a directory that the hosts of the job share (mode 0700), writes a ticket and a
 program into it (mode 0600) and removes it at the end; the hosts are told to run the program, so
@@ -78,7 +78,9 @@ class AgentTicket:
 
 
 def job_directory(environ: Mapping[str, str]) -> Path:
-    """Choose the directory of a new job, with a name that cannot be guessed; make nothing.
+    """Return an unguessable name for the directory of a new job.
+
+    It creates nothing.
 
     Raises :class:`LaunchError` where there is no place for it.
     """
@@ -91,7 +93,7 @@ def job_directory(environ: Mapping[str, str]) -> Path:
 def write_ticket(
     directory: Path, ticket: AgentTicket, working_directory: str, files: Mapping[str, str]
 ) -> None:
-    """Make ``directory`` with what an agent needs, and with further ``files``, by their names.
+    """Create ``directory`` with the files that an agent needs.
 
     All hosts shall run its ``agent.py``. Raises :class:`LaunchError` when that cannot be.
     """
@@ -144,7 +146,7 @@ def main() -> None:
 
 
 def fail(text: str) -> NoReturn:
-    """Say why there is no agent, in a line that the launcher finds among others, and end."""
+    """Print why the agent cannot run, marked for the launcher, and exit."""
     found = {"error": text, "host": socket.gethostname()}
     print(f"{GREETING.decode()}{json.dumps(found)}", flush=True)
     sys.exit(3)

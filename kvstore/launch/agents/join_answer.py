@@ -35,7 +35,7 @@ _ANSWER_S = 10.0
 
 
 class WrongLauncher(Exception):
-    """The launcher that answers is not the one of this job; the text says what answers."""
+    """The launcher that answers belongs to another job."""
 
 
 class Seal:
@@ -53,7 +53,7 @@ class Seal:
 
 
 class Handshake:
-    """One connection: ``key`` is the text of the job's key, the nonces are each side's bytes."""
+    """The authentication of one connection: the job's key and both nonces."""
 
     def __init__(self, key: str, launcher_nonce: bytes, agent_nonce: bytes) -> None:
         self._key = key.strip().encode()
@@ -77,7 +77,10 @@ class Handshake:
 
 
 def shake_hands(connected: socket.socket, key: str) -> Handshake:
-    """Have both sides prove that they know ``key``. Raises OSError or :class:`WrongLauncher`."""
+    """Prove on both sides that they know ``key``.
+
+    Raises OSError or :class:`WrongLauncher`.
+    """
     head = _received(connected, len(HELLO) + NONCE_BYTES)
     if not head.startswith(HELLO):
         raise WrongLauncher("the program that answers is not a launcher")

@@ -1,4 +1,4 @@
-"""A place that an agent serves, as the launcher has it: the launcher's end of the agent's link.
+"""A place that an agent serves: the launcher's end of the link.
 
 How an agent comes to be is another matter: ``launch/backends/ssh.py`` starts one by a command of
 its own, and ``cluster_job.py`` has mpirun, srun or qsub start them. Runs on the main thread. The

@@ -65,7 +65,7 @@ Message = list[Any]
 
 
 class LinkLost(Exception):
-    """The other end is gone, or was never one of ours; the text says how that was seen."""
+    """The other end is gone or was no agent of ours; the text says why."""
 
 
 def frame(message: Sequence[Any], seal: Seal | None = None) -> bytes:
@@ -168,7 +168,10 @@ class AgentLink:
         return bool(self._pending)
 
     def send_raw(self, data: bytes) -> None:
-        """Queue bytes and write what can be written. Never raises: reading tells of a loss."""
+        """Queue bytes and write what is possible. Never raises.
+
+        Reading reports the loss of the link.
+        """
         self._pending += data
         self.write_pending()
 
@@ -215,7 +218,7 @@ class AgentLink:
         return [message for message in self._reader.feed(data) if message[0] != ALIVE]
 
     def tick(self, now_s: float) -> float:
-        """Say that this end is there, if it is time; return the seconds until the next call.
+        """Send a sign of life if due; return the seconds until the next call.
 
         Raises :class:`LinkLost` when the other end has been silent for too long.
         """
@@ -228,7 +231,7 @@ class AgentLink:
         return self._said_s + ALIVE_S - now_s
 
     def say_goodbye(self, patience_s: float) -> None:
-        """Write the rest, then wait until the other end has closed, which has read everything then.
+        """Write the rest, then wait until the other end has read it and closed.
 
         Either for ``patience_s`` at most. A socket that is closed while something comes in drops
         what it has not sent yet (RFC 1122, 4.2.2.13); a pipe does not, and is not waited for.

@@ -94,7 +94,7 @@ def parse_hosts(text: str, file_name: str) -> list[Host]:
 def spread(
     hosts: Sequence[Host], num_servers: int, num_workers: int, file_name: str = "hosts"
 ) -> list[Placement]:
-    """Return who runs where: the servers in the order of their ranks, then the workers.
+    """Assign processes to hosts: the servers by rank, then the workers.
 
     Both go round the hosts from the first; a host takes as many workers as it has slots, a
     second one only when all have a first. Servers need no slot. Raises :class:`LaunchError`

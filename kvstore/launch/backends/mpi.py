@@ -1,4 +1,4 @@
-"""The launcher ``mpi``: one ``mpirun`` starts the servers and the workers, by their ranks.
+"""The launcher ``mpi``: one ``mpirun`` starts all servers and workers.
 
 Open MPI and MPICH (and what is built like it) are told apart by what ``mpirun --version`` says;
 they name the same things differently. Nothing here speaks MPI. Flags as in dmlc-core's
@@ -35,7 +35,7 @@ _OPEN_MPI_VARIABLES = {
 
 @dataclass(frozen=True)
 class MpiFamily:
-    """One family of mpirun: its option for a hosts file, how that names slots, and its extras."""
+    """A family of mpirun: its options and its format of host files."""
 
     hosts_option: str
     slots: str

@@ -1,4 +1,4 @@
-"""The programs on Ray's side: the driver, and the agent that each of its tasks starts.
+"""The driver on Ray, and the agent that each of its tasks starts.
 
 ``python ray_driver.py DIRECTORY`` asks Ray for the room of all servers and workers together (a
 placement group) and starts one task in each bundle. A task does little: it starts an agent, which
@@ -52,7 +52,7 @@ class CannotRun(Exception):
 
 
 def drive(directory: Path) -> int:
-    """Place and start the agents of a job's ``directory``; return when they have ended."""
+    """Start the agents of a job's ``directory`` and wait for their end."""
     plan = RayPlan.from_text((directory / PLAN_NAME).read_text(encoding="utf-8"))
     # Ray is talkative on both; the launcher reads it when this program ends without a sentence.
     own_fd = os.dup(1)
@@ -71,7 +71,10 @@ def drive(directory: Path) -> int:
 
 
 class Driver:
-    """Runs once. All methods raise :class:`CannotRun`. The launcher reads ``own`` by lines."""
+    """One run on Ray; methods raise :class:`CannotRun`.
+
+    The launcher reads the lines of ``own``.
+    """
 
     def __init__(self, plan: RayPlan, directory: Path, own: TextIO) -> None:
         self._plan = plan
@@ -248,7 +251,9 @@ def nurse(
 
 
 def main() -> None:
-    """Be an agent: read a line of JSON with the parent's process id, the rank and the ticket.
+    """Run an agent; its parameters are one line of JSON on standard input.
+
+    They are the parent's process id, the rank and the ticket.
 
     Nodes that an autoscaler adds share no directory with the launcher, so that the ticket travels
     as an argument of the task. The agent lives no longer than the Ray worker that started it.

@@ -53,7 +53,7 @@ def copy_to_hosts(
     launcher_args: Sequence[str],
     say: Callable[[str], None],
 ) -> None:
-    """Copy what is in ``source`` into ``destination`` on all hosts; return when it is there.
+    """Copy the contents of ``source`` to ``destination`` on all hosts.
 
     ``say`` gets a line for each host at the start and at the end, and one every 10 s meanwhile.
     The first failure ends the other copies and is raised as :class:`LaunchError` (exit code 1),

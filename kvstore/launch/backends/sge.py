@@ -58,7 +58,7 @@ exit $code
 
 
 class ArrayJob(Cluster):
-    """An array job, of which qsub says the number; ``can_ask`` is whether qconf is here.
+    """An array job by qsub's number; ``can_ask`` is whether qconf exists.
 
     Raises :class:`LaunchError` for a name that cannot be, and for cores that no cell can give.
     """
@@ -245,7 +245,7 @@ def slots_of_a_task(options: LaunchOptions) -> int:
 
 
 def states(listed: str, number: str) -> Counter[str]:
-    """Return how many tasks of the job are in each state (``qw``, ``r``), of ``qstat -g d``."""
+    """Return how many tasks are in each state, from ``qstat -g d``."""
     # job-ID prior name user state date time [queue] slots ja-task-ID
     rows = (line.split() for line in listed.splitlines())
     return Counter(words[4] for words in rows if len(words) >= 9 and words[0] == number)

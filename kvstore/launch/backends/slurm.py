@@ -94,7 +94,7 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Find the one around this process. Raises :class:`LaunchError` if it cannot be used."""
+    """Find the allocation of this process. Raises :class:`LaunchError`."""
     job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job_id:
         return None
@@ -181,7 +181,7 @@ class _Srun(Cluster):
 
 
 class SlurmJob(_Srun):
-    """A job of Slurm's, which may have to wait; squeue shows it by the directory of its agents.
+    """A job of Slurm that may wait; squeue shows it by its directory.
 
     So a job is found, and cancelled, also when srun was killed before it said the job's number.
     """

@@ -1,4 +1,4 @@
-"""The launcher ``ssh``: the scheduler here, servers and workers on the hosts of a file.
+"""The launcher ``ssh``: scheduler here, other processes on the hosts.
 
 One ``ssh`` for each host starts an agent there (``launch/agents/agent.py``), which starts that
 host's processes; the job's key and the variables go through its standard input. The command is a
@@ -51,7 +51,10 @@ _REAP_S = 2.0
 
 
 class SshPlace(AgentPlace):
-    """One machine. Looks for ``script`` there, "" for none. Raises OSError where ssh is missing."""
+    """A host reached by ssh; it checks for ``script`` there ("" for none).
+
+    Raises OSError if ssh is missing.
+    """
 
     def __init__(
         self, host: Host, options: LaunchOptions, script: str, guardian: GuardianProcess
@@ -232,7 +235,7 @@ def _check(
     timing: Timing,
     hosts: Sequence[Host],
 ) -> int:
-    """Look at every host and print what was found in a table; 0, or 1 if one cannot be used."""
+    """Check every host, print a table, and return 0, or 1 if one fails."""
     rows: list[CheckResult] = []
     script = script_of(options.command)
     if options.sync_dst_dir is not None:  # the hosts get what is here

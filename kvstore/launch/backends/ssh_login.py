@@ -74,7 +74,7 @@ def ssh_options(host: Host, launcher_args: Sequence[str]) -> list[str]:
 
 
 def check_launcher_args(words: Sequence[str]) -> None:
-    """Refuse what ssh would take for the host, and options that leave us without a command."""
+    """Raise for ssh options that would break the launcher's command."""
     rest = iter(words)
     for word in rest:
         found = _OPTION_WORD.match(word)
@@ -114,7 +114,7 @@ def refusal(
     python: str,
     launcher_args: Sequence[str] = (),
 ) -> str:
-    """Return why ssh, or the remote command, could not run: one sentence that says what to do.
+    """Return why ssh or the remote command failed, and what to do.
 
     ``stderr_lines`` is what it wrote to standard error, or the last lines of it; ``exit_code``
     its status, 255 if the trouble was ssh's own, or None where it has not ended. ``python`` is
@@ -151,7 +151,7 @@ def no_program(name: str, error: OSError) -> str:
 
 
 def login(host: Host, launcher_args: Sequence[str] = ()) -> str:
-    """Return what to type behind ``ssh`` for this host, with the user's own options of ssh."""
+    """Return the arguments of ``ssh`` for this host, with the user's options."""
     words = [] if host.port is None else ["-p", str(host.port)]
     if launcher_args and host.user is not None:
         words += ["-l", host.user]  # ssh takes the first that it is told

@@ -102,7 +102,7 @@ _CANCEL = 'yarn application -kill "$1"; c=$?; hadoop fs -rm -r -f -skipTrash "$2
 
 
 class YarnApplication(Cluster):
-    """One application, of which the client's log tells the id, the state and the diagnostics.
+    """An application; the client's log has its id, state and diagnostics.
 
     Its name is also that of the directory in HDFS that no other user can read. Raises
     :class:`LaunchError` for a name and options that cannot be.

@@ -1,4 +1,4 @@
-"""Check a job before anything starts, and print what ``--dry-run`` and ``--check`` show.
+"""Checks before a job starts, and the output of --dry-run and --check.
 
 A mistake then costs one sentence and not a job. Runs on the main thread; may start one process,
 which has ended when it returns. The checks raise :class:`LaunchError`; :func:`local_rows` looks at
@@ -69,7 +69,7 @@ def conclude_check(rows: Sequence[CheckResult]) -> int:
 def local_rows(
     specs: Sequence[ProcessSpec], environ: Mapping[str, str], *, has_key: bool
 ) -> list[CheckResult]:
-    """Look at this machine as the job's processes would find it; ``has_key``: the user's own.
+    """Return the check rows of this machine; ``has_key``: the user has a key.
 
     The scheduler's address and the servers' modules are tried before, and are errors there.
     """
@@ -169,7 +169,7 @@ def check_settings(environments: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def check_key(environment: Mapping[str, str]) -> str:
-    """Read the job's key as a process will, and return its file. Exit code 1 when it cannot be."""
+    """Check that processes can read the job's key; exit code 1 if not."""
     path: str = Config.read("job_key_file", environment)
     if not path:
         raise LaunchError(
@@ -189,7 +189,7 @@ def read_given_key(path: str) -> str:
 
 
 def _advertised(environment: Mapping[str, str]) -> str:
-    """Find what a server or worker here will advertise. Raises ``ConfigError`` without one."""
+    """Return the address of a server or worker here. Raises ``ConfigError``."""
     interface: str = Config.read("interface", environment)
     if host := Config.read("node_host", environment):
         return f"{host} (DMLC_NODE_HOST)"
@@ -205,7 +205,7 @@ def check_server_imports(
     *,
     are_here: bool,
 ) -> None:
-    """Import what a server with ``environment`` will: by its program, in this directory.
+    """Import the servers' modules with their program, in this directory.
 
     ``given`` is what ``--server-import`` names, which every machine must have. Where the server's
     variable says something else, that counts, and is tried if servers run on this machine

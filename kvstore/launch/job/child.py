@@ -36,7 +36,7 @@ class LineSplitter:
         self._bar_shown_at_s = float("-inf")
 
     def feed(self, data: bytes, now_s: float) -> list[bytes]:
-        """Take what was read; return the lines that it completes, as a terminal would show them."""
+        """Return the lines that new output completes, as a terminal shows them."""
         *complete, self._rest = (self._rest + data).split(b"\n")
         lines = [visible(line) for line in complete]
         if b"\r" in self._rest:

@@ -1,4 +1,4 @@
-"""Ends what a job has left behind; also a script that does so when the launcher is killed.
+"""Clean up after a job, also from a script when the launcher is killed.
 
 Standard library only, and no import of this project: it runs as ``python -I -S guardian.py``
 beside the launcher and reads a pipe whose other end only the launcher holds, in a
@@ -66,7 +66,7 @@ class GuardianProcess:
         self._tell("watch", group)
 
     def remove_at_the_end(self, directory: str | os.PathLike[str]) -> None:
-        """Have ``directory``, which may not be there yet, removed should the launcher be killed."""
+        """Remove ``directory``, even one created later, if the launcher is killed."""
         self._tell("remove", os.fspath(directory))
 
     def cancel_at_the_end(self, argv: Sequence[str]) -> None:
@@ -176,7 +176,7 @@ def succeeds(
 
 
 def remove_tree(directory: str | os.PathLike[str]) -> None:
-    """Remove it with all that is in it, also with what a task of the job still puts there."""
+    """Remove a tree, even while tasks of the job still write to it."""
     for _ in range(REMOVE_ROUNDS):
         shutil.rmtree(directory, ignore_errors=True)
         if not os.path.lexists(directory):

@@ -59,7 +59,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Exit:
-    """How process ``index`` ended. ``status`` is negative for a signal, as in ``subprocess``.
+    """The end of process ``index``; ``status`` is negative for a signal.
 
     ``sweep`` counts the moments at which ends were noticed: equal numbers mean that the
     launcher cannot tell which was first. ``stopped`` says that the launcher had told it to end.
@@ -198,7 +198,7 @@ class Lifecycle:
                 self.deadline_s = now_s + self._timing.service_s
 
     def _is_only_the_scheduler(self, statuses: Mapping[int, int], *, killed: bool) -> bool:
-        """Return whether no other of these failed, and there are joined workers that may go on."""
+        """Return whether only the scheduler failed and joined workers can continue."""
         failed = [index for index, status in statuses.items() if status != 0]
         if len(failed) != 1 or self._specs[failed[0]].role != "scheduler":
             return False

@@ -1,4 +1,4 @@
-"""Where processes run, as the supervisor sees it: this machine, or one that an agent serves.
+"""Where processes run: this machine, or one that an agent serves.
 
 A :class:`Place` starts processes, signals them and tells what becomes of them in events; a
 process has the same index everywhere, its position in the job's plan. :class:`LocalPlace`
@@ -42,7 +42,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Ended:
-    """Processes that one sweep found ended, with their status. ``why`` replaces it in reports."""
+    """Processes found ended, with their status; ``why`` replaces it in reports."""
 
     statuses: Mapping[int, int]
     why: str | None = None
@@ -50,7 +50,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class CannotStart:
-    """The system refuses to execute a process's program, with this errno; the rest was not tried.
+    """The system cannot execute a program (errno); the others were not tried.
 
     ``text`` is its own words.
     """
@@ -124,7 +124,7 @@ class LineStream:
         return self._told(lines) if lines else []
 
     def read_rest(self) -> list[Event]:
-        """Read what is there, as the writer has ended, and close; also the unfinished line.
+        """Read the rest of the output, with an unfinished last line, and close.
 
         Others may hold the pipe open and write on: not for ever.
         """
@@ -139,7 +139,7 @@ class LineStream:
 
 
 class Place:
-    """One place. ``label`` stands behind the names of its processes (``worker 1@label``).
+    """One place; ``label`` follows its processes' names (``worker 1@label``).
 
     A kind of place says what it does differently: nothing, for each of these.
     """
@@ -153,14 +153,14 @@ class Place:
         return []
 
     def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
-        """Start processes with ``variables`` and their own; stop at the first that cannot be."""
+        """Start processes with ``variables`` and their own; stop at a failure."""
         return []
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process groups of all processes that run here."""
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
-        """Register what is to be listened to this time; no output is wanted while ``paused``.
+        """Register the descriptors to poll; no output while ``paused``.
 
         ``selector`` is new each time. What is registered has a :data:`Handler`.
         """

@@ -42,7 +42,7 @@ class FoundJob(NamedTuple):
 
 
 def note_job(directory: Path, address: str, security: str, key: str = "") -> None:
-    """Write the note into ``directory``, and ``key`` where it is not there; a job runs without.
+    """Write the note, and ``key`` if missing, to ``directory`` if possible.
 
     No other user may be able to enter ``directory``.
     """
@@ -56,7 +56,7 @@ def note_job(directory: Path, address: str, security: str, key: str = "") -> Non
 
 
 def shared_directory() -> str:
-    """Return where the directories of jobs are that the hosts of a cluster share, with "~" kept."""
+    """Return the shared directory of jobs, with "~" kept."""
     return os.environ.get(SHARED_NAME) or SHARED
 
 
@@ -121,6 +121,6 @@ def write_key(path: Path, key: str | None = None) -> None:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Make a file that only this user can read. Raises OSError, also where there is one."""
+    """Create a file that only this user can read. Raises OSError if it exists."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""How a job ends for its user: what ended and why, the logs, the last words and the exit code.
+"""The end of a job as its user sees it: causes, logs and exit code.
 
 One death in a distributed job brings others: peers notice it and raise. The launcher therefore
 waits a little after the first failure (``lifecycle.py``) and then asks here for the cause, which is
@@ -47,7 +47,7 @@ _NAMES_ANOTHER = re.compile(r"(?:\w+\.)*NodeLostError\b")
 
 @dataclass(frozen=True)
 class EndedProcess:
-    """One ended process with all that a report says about it. ``at_s`` counts from the start.
+    """One ended process for reports; ``at_s`` counts from the start.
 
     ``place`` says where it ran, where that is more than a process id of this machine; ``reason``
     what the cluster says about its end.
@@ -64,7 +64,7 @@ class EndedProcess:
 def failures_of(
     ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]
 ) -> tuple[list[EndedProcess], list[EndedProcess]]:
-    """Return those that failed, the cause first, and those that the launcher ended because of it.
+    """Return the failed processes: the cause first, then those ended for it.
 
     The rules, in this order: a process that ended with an error of its own comes before a service
     process that ended with 0 too early, and that before one whose log says NodeLostError
@@ -176,7 +176,7 @@ def failure_block(
 
 
 def without_scheduler(scheduler: EndedProcess) -> str:
-    """Return what the launcher says when the scheduler has failed and the workers go on."""
+    """Return the message for a lost scheduler when the workers continue."""
     status = scheduler.exit.status
     how = describe_status(status)
     ended = f"was killed by {how.removeprefix('signal ')}" if status < 0 else f"ended with {how}"
@@ -318,7 +318,7 @@ def conclude(report: JobReport, log_dir: Path, is_temporary: bool) -> int:
 
 
 def cannot_start(spec: ProcessSpec, place: str | None, number: int, text: str) -> LaunchError:
-    """Return the error for a program that the system refuses to execute with errno ``number``.
+    """Return the error for a program that cannot be executed (errno).
 
     ``place`` is the host, None for this machine; ``text`` the system's own words.
     """

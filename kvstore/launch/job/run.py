@@ -33,7 +33,7 @@ from kvstore.launch.plan import JobFacts, base_environment, brings_a_key, plan_j
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where a job will run: the scheduler's address on this machine and the others' places.
+    """Where a job will run: the scheduler's address and the other places.
 
     ``cpu_count`` is of all places together. ``places`` are those of servers and workers, by role
     and rank; who has none runs on this machine. In ``directory``, which other machines of the
@@ -56,7 +56,7 @@ def run_job(
     timing: Timing,
     arrange: Callable[[Supervisor, str], Arrangement],
 ) -> int:
-    """Run the job to its end and return the exit code. Must be called on the main thread.
+    """Run the job to its end and return the exit code. Main thread only.
 
     ``arrange`` gets the text of the job's key too. Standard output and error of all processes are
     passed on; the report of a failure is the last thing on standard error. Raises
@@ -165,7 +165,9 @@ def _supervise(
 
 
 def _store_port() -> int:
-    """Return a port for the store of a framework on worker 0's machine, free on this one.
+    """Return a port for a framework's store on worker 0's machine.
+
+    It is free on this machine.
 
     It is from below the ports that Linux gives to clients; only worker 0 can hold it.
     """

@@ -1,4 +1,4 @@
-"""Signals as bytes in a pipe, for a loop that waits for other things; a pipe's end as a signal.
+"""Signals as bytes in a pipe; and a pipe's end as a signal.
 
 While a :class:`SignalPipe` is open, SIGINT, SIGTERM, SIGHUP and SIGCHLD interrupt nothing: each
 leaves a byte (``signal.set_wakeup_fd``). Main thread only.
@@ -28,7 +28,10 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalPipe:
-    """Use as ``with SignalPipe() as signals``; ``fd`` is readable when a signal has come."""
+    """A pipe that becomes readable (``fd``) when a signal arrives.
+
+    Use it as ``with SignalPipe() as signals``.
+    """
 
     def __enter__(self) -> SignalPipe:
         self.fd, self._write_fd = os.pipe()
@@ -58,7 +61,7 @@ class SignalPipe:
 
 
 def signal_when_closed(fd: int, number: signal.Signals, to: int) -> None:
-    """Have the kernel send ``number`` once the writing end of a pipe is closed everywhere.
+    """Have the kernel send ``number`` when a pipe's writing end is closed.
 
     ``fd`` is its reading end; this holds while any process has that open. ``to`` is a process, or
     a process group if negative. By ``fcntl(2)``, O_ASYNC with F_SETSIG.

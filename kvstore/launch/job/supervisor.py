@@ -29,7 +29,9 @@ _FINISHING_S = 10.0  # for places elsewhere to end what is left, besides the pat
 
 
 class Supervisor:
-    """Runs one job. Use as ``with Supervisor(...) as s: s.start(...); s.wait()``, once.
+    """The supervisor of one job.
+
+    Use it once, as ``with Supervisor(...) as s: s.start(...); s.wait()``.
 
     Leaving the block ends whatever still runs, also after an error of our own.
     """
@@ -73,7 +75,7 @@ class Supervisor:
         self._signals.__exit__()
 
     def remove_at_the_end(self, directory: Path) -> None:
-        """Remove ``directory`` after all processes have ended, in whatever way that comes about.
+        """Remove ``directory`` after all processes have ended, however they end.
 
         To be called before it is made, so that nothing can stay.
         """
@@ -85,7 +87,7 @@ class Supervisor:
         self._places.append(place)
 
     def connect(self, remote: Sequence[Place], timeout_s: float | None) -> None:
-        """Wait until the agents of all ``remote`` places have greeted; None waits without end.
+        """Wait for the agents of all ``remote`` places; None: without a limit.
 
         Raises :class:`LaunchError` when one cannot, when time is up, or on Ctrl-C or another
         signal.
@@ -119,7 +121,7 @@ class Supervisor:
                 return
 
     def wait(self) -> JobReport:
-        """Serve the job until none of its processes is left; their output has been written.
+        """Serve the job until all its processes have ended and are written out.
 
         Raises :class:`LaunchError` when one could not be started.
         """

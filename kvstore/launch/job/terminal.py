@@ -1,4 +1,4 @@
-"""The launcher's standard output and error, and the job's status, which stands below all output.
+"""The launcher's standard output and error, and the status line.
 
 A pipe into a pager, or a terminal that was paused with Ctrl-S, takes no more output for minutes;
 the launcher must notice deaths and signals all the same. So :class:`Console` keeps what cannot be
@@ -87,7 +87,7 @@ class Console:
 
 
 class StatusDisplay:
-    """Decides what is written for a status. ``columns`` is the terminal's width, None for none."""
+    """Decides what to write for a status; ``columns`` is None: no terminal."""
 
     def __init__(self, columns: int | None) -> None:
         self.columns = columns
@@ -124,7 +124,7 @@ def terminal_columns(fd: int) -> int | None:
 
 
 class Terminal:
-    """Both outputs of the launcher, and the status from the job's completion to its end's begin.
+    """Both outputs of the launcher, and the status while the job is complete.
 
     What goes wrong with the status ends it and says nothing.
     """

@@ -1,4 +1,4 @@
-"""``kvstore.run`` and ``LocalCluster``: functions on workers, for notebooks and tests.
+"""``kvstore.run`` and ``LocalCluster``: functions on workers.
 
 ::
 
@@ -55,7 +55,7 @@ def run(
     log_dir: str | os.PathLike[str] | None = None,
     python: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` once on each worker of a new job; return what they returned.
+    """Call a function on each worker of a new job and return the results.
 
     The list is in the order of the ranks. ``fn`` runs in a process that has joined the job, so
     ``kvstore.create("dist_sync")`` works in it; ``kv.rank`` tells who it is. With cloudpickle
@@ -95,7 +95,7 @@ def run(
 
 
 class LocalCluster:
-    """A scheduler, ``servers`` servers and ``workers`` workers on this machine, until closed.
+    """A scheduler, servers and workers on this machine, until closed.
 
     All have joined when this returns, within ``timeout_s`` seconds; else ``DeadlineError`` is
     raised and nothing of them stays. ``env``, ``options``, ``log_dir`` and ``python`` are those of
@@ -153,7 +153,7 @@ class LocalCluster:
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call ``fn`` once on each worker; return what they returned, in the order of the ranks.
+        """Call ``fn`` once on each worker and return the results by rank.
 
         ``timeout_s`` are seconds, also for the calls before it that are not over. When they are
         over, and at a Ctrl-C, the cluster ends. Raises as ``kvstore.run`` does.

@@ -1,4 +1,4 @@
-"""The launcher as a process in the background, for a caller that is not a launcher.
+"""The launcher as a background process, for notebooks and tests.
 
 A notebook, a test or a thread cannot be the launcher, which wants the main thread and the signals
 of a process. So it gets one, in a session of its own (a Ctrl-C in the terminal reaches the caller
@@ -121,14 +121,17 @@ def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]
 
 
 def own_environment(environ: Mapping[str, str], additions: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment less an enclosing job's variables, with ``additions``."""
+    """Return this process's environment without an enclosing job's variables.
+
+    It includes ``additions``.
+    """
     is_in_a_job = "DMLC_ROLE" in environ
     kept = {name: text for name, text in environ.items() if not (is_in_a_job and name in _OF_A_JOB)}
     return {**kept, **additions}
 
 
 class BackgroundLauncher:
-    """A running launcher. One thread reads until its end and closes it; any may signal."""
+    """A running launcher; one thread reads and closes it, any may signal it."""
 
     def __init__(
         self, arguments: Sequence[str], additions: Mapping[str, str], directory: Path
@@ -161,7 +164,7 @@ class BackgroundLauncher:
             self._selector.register(pipe, selectors.EVENT_READ)
 
     def read(self, timeout_s: float | None) -> list[Line] | None:
-        """Wait for output, at most that long; the lines to show, or None after the last one.
+        """Wait for output up to a limit; return its lines, or None at the end.
 
         Both outputs are closed then, which the launcher does by ending.
         """
@@ -200,7 +203,7 @@ class BackgroundLauncher:
 
 @dataclass
 class LauncherOutput:
-    """Sorts the lines of one launcher. ``said`` are the launcher's own, without their prefix."""
+    """A launcher's output by line; ``said`` are the launcher's own lines."""
 
     said: list[str] = field(default_factory=list)
     block: list[str] = field(default_factory=list)
@@ -245,7 +248,7 @@ class LauncherOutput:
         return any(GOES_ON in text for text in self.said)
 
     def report(self, without: str) -> JobFailed | None:
-        """Return the error of the final block: who failed first, and how; None without one.
+        """Return the error of the final block (who failed first), or None.
 
         ``without`` is a directory that will be gone when somebody reads it: lines that name it
         are left out.
@@ -267,7 +270,10 @@ class LauncherOutput:
 
 
 def show(lines: Sequence[Line]) -> None:
-    """Write lines to ``sys.stdout`` and ``sys.stderr`` as they are now: a notebook's, a test's."""
+    """Write lines to the current ``sys.stdout`` and ``sys.stderr``.
+
+    They may be a notebook's or a test's.
+    """
     for is_error, line in lines:
         stream = sys.stderr if is_error else sys.stdout
         if stream is None:
@@ -287,7 +293,7 @@ def show(lines: Sequence[Line]) -> None:
 
 @dataclass(frozen=True)
 class LauncherExit:
-    """How the launcher ended: ``status`` as in ``subprocess``, who failed first, what it said."""
+    """The end of the launcher: ``status``, who failed first, what it said."""
 
     status: int
     report: JobFailed | None

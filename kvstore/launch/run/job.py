@@ -1,4 +1,4 @@
-"""One job of ``kvstore.run`` or ``LocalCluster``: its directory, its launcher, its calls.
+"""One job of ``kvstore.run`` or ``LocalCluster``, with its calls.
 
 Each function goes into a file, the launcher is started in the background, its workers run
 ``worker.py`` and leave their answers as files, too. One thread follows the job: it reads what the
@@ -61,7 +61,7 @@ _KILL_S = 5.0
 
 @dataclass(eq=False)
 class JobCall:
-    """One call: the answers by rank, and how it ended. The job's lock guards it until it is done.
+    """One call: answers by rank, and its end. The job's lock guards it.
 
     The ``error`` of one that has failed is made by ``why`` when it is first asked for, on that
     thread: to unpickle an exception may import modules.
@@ -296,7 +296,7 @@ class RunningJob:
                 self._changed.notify_all()
 
     def _judge(self) -> float | None:
-        """End the calls that are over; return the seconds until the next look, None for ever."""
+        """End the finished calls; return the seconds until the next check, or None."""
         while self._calls:
             call = self._calls[0]
             is_hidden = self._take_answers(call)
@@ -308,7 +308,7 @@ class RunningJob:
         return None
 
     def _take_answers(self, call: JobCall) -> bool:
-        """Read those that have come; return whether one was announced and is not there yet."""
+        """Read new answers; return whether an announced one is still missing."""
         is_hidden = False
         for rank in range(self._workers):
             has_come = self._launcher.output.has_answered(call.number, rank)

@@ -43,7 +43,7 @@ _PROTOCOL = 5
 
 
 class NotReadable(Exception):
-    """A parcel cannot be read here: whose it is, its Python, or a module that is missing."""
+    """A parcel cannot be read: wrong owner or Python, or a missing module."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def read(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def write_call(directory: Path, call: int, body: bytes) -> None:
-    """Put a function, :func:`packed`, where the workers find it. Raises ``UsageError``."""
+    """Write a packed function where workers find it. Raises ``UsageError``."""
     header = {
         "python": python_version(),
         "by_value": b"cloudpickle" in body,
@@ -243,7 +243,10 @@ def load(body: bytes) -> Any:
 
 
 class _PlainPickler(pickle.Pickler):
-    """Refuses what the other process would not find: ``__main__`` there is another file."""
+    """A pickler that refuses what the other process cannot find.
+
+    Its ``__main__`` is another file.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         is_code = isinstance(value, type | types.FunctionType)
@@ -263,7 +266,7 @@ def _needs_cloudpickle(what: str, why: str) -> MissingDependencyError:
 
 
 def value_of(rank: int, answer: WorkerAnswer) -> Any:
-    """Return what the worker returned. Raises ``WorkerFailed`` when it cannot be read here."""
+    """Return the worker's result. Raises ``WorkerFailed`` if unreadable."""
     try:
         return load(answer.body)
     except Exception as error:  # whatever the classes in it raise

@@ -1,4 +1,4 @@
-"""A worker of ``kvstore.run`` or ``LocalCluster``: ``python -m kvstore.launch.run.worker``.
+"""A worker of ``kvstore.run``: ``python -m kvstore.launch.run.worker``.
 
 Its arguments are the directory of the parcels and how long it serves: ``once`` for call 0, then
 it ends as any script does; ``serve`` also for the calls whose numbers come by its pipe, until the
@@ -162,7 +162,7 @@ def _blames_another(error: BaseException | None) -> bool:
 
 
 def _announce(call: int, streams: list[int]) -> None:
-    """Tell the caller that the answer is there, and that all lines of this call have come."""
+    """Tell the caller that the answer and all lines of this call are complete."""
     for own, usual in zip(streams, (1, 2), strict=True):
         for descriptor in (own, usual):
             try:

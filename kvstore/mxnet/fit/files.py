@@ -131,7 +131,7 @@ def _digest_of(path: Path) -> str | None:
 def load_checkpoint(
     prefix: Prefix, epoch: int
 ) -> tuple[None, dict[str, HostArray], dict[str, HostArray]]:
-    """``(None, arg_params, aux_params)``; None stands where MXNet has the symbol.
+    """Return ``(None, arg_params, aux_params)``; MXNet has its symbol for None.
 
     Raises ``CheckpointError``.
     """

@@ -275,7 +275,7 @@ class Evaluation:
         self._callbacks = callbacks
 
     def run(self, replica: Replica, samples: Samples, progress: Progress) -> tuple[Progress, float]:
-        """Return the last batch's progress, whose ``eval_metric`` has all, and the accuracy."""
+        """Train, and return the last batch's progress and the accuracy."""
         accuracy = Accuracy()
         self.metric.reset()
         progress = replace(progress, nbatch=0, num_batches=samples.num_batches)
@@ -331,7 +331,9 @@ def checked_pair(x: Any, y: Any) -> Data:
 
 
 def checked_eval_data(data: Any) -> tuple[Any, Any]:
-    """Return the same of ``eval_data``, a pair or an iterator; another iterator as it is, and None.
+    """Return ``eval_data`` (a pair or an iterator), checked; None stays None.
+
+    Other iterators are returned unchanged.
 
     Raises ``UsageError``.
     """

@@ -40,13 +40,15 @@ class Network(Protocol):
     def init_params(
         self, input_shape: tuple[int, ...], rng: np.random.Generator
     ) -> dict[str, HostArray]:
-        """New NumPy arrays for samples of ``input_shape`` (without the batch's dimension)."""
+        """Return new NumPy arrays for samples of ``input_shape``, without the batch."""
 
     def loss_and_gradients(
         self, params: Mapping[str, Array], x: Array, y: Array
     ) -> tuple[float, int, Mapping[str, Array]]:
-        """Return the loss summed over the samples, how many of them were answered right, and the
-        gradients of that sum: one new array for each parameter, of its shape and dtype.
+        """Return the loss, the number of right answers, and the gradients.
+
+        Loss and gradients are sums over the samples. There is one new gradient for each
+        parameter, of its shape and dtype.
 
         ``x`` is (n, *input_shape), ``y`` (n,) int64. A sum and not a mean, so that sums of
         devices and workers can be added; ``rescale_grad`` of the optimizer divides once.
@@ -167,7 +169,7 @@ def describe_data(x: HostArray, y: HostArray, batch_size: int) -> NDArray[np.int
 def plan_epochs(
     described: NDArray[np.int64], rank: int, sharded_here: bool
 ) -> tuple[EpochPlan, str | None]:
-    """Return the plan of worker ``rank``, and a warning, from what all workers said of their data.
+    """Return worker ``rank``'s plan, and a warning, from all workers' data.
 
     ``described`` is (num_workers, 3), a row of ``describe_data`` each. With ``sharded_here``
     all must hold the same data and each visits its shard of it; else each visits all of its
@@ -205,7 +207,7 @@ def plan_epochs(
 
 
 def is_synchronous(store_type: str) -> bool:
-    """Return whether stores of this type add up the gradients of all workers before an update."""
+    """Return whether this type adds all workers' gradients before an update."""
     return "dist" in store_type and "async" not in store_type
 
 
@@ -305,7 +307,10 @@ def initial_params(
     given: Mapping[str, HostArray] | None,
     allow_extra: bool = False,
 ) -> dict[str, HostArray]:
-    """New arrays: the network's own values, or the initializer's, or those that were given."""
+    """Return new arrays with the initial parameters.
+
+    They are the network's own values, the initializer's, or given ones.
+    """
     rng = np.random.default_rng(seed)
     own: dict[str, HostArray] = network.init_params(input_shape, rng)
     made = dict(own)
@@ -322,7 +327,10 @@ def initial_aux(
     given: Mapping[str, HostArray] | None,
     allow_extra: bool = False,
 ) -> dict[str, HostArray]:
-    """New arrays of what the network keeps besides its parameters; none for most networks."""
+    """Return new arrays of what the network keeps besides its parameters.
+
+    Most networks have none.
+    """
     made = network.init_aux_params(input_shape) if has_aux(network) else {}
     return taken_over("aux_params", made, given, allow_extra)
 

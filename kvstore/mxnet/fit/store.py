@@ -67,7 +67,9 @@ class OnStore:
 
 
 class Here:
-    """The store only adds, as plug-ins do: each worker updates its own, equal copy of the weights.
+    """Updates in the worker: the store only adds, as plug-ins do.
+
+    Each worker updates its own, equal copy of the weights.
 
     All calls to the store name one key, which is all that a plug-in must know. Otherwise as
     ``OnStore``.
@@ -106,7 +108,10 @@ def check_store(kvstore: object) -> None:
 
 @contextmanager
 def opened(kvstore: KVStoreBase | str | None) -> Iterator[KVStoreBase]:
-    """The store itself, or a new one of this type that is closed afterwards; None is local."""
+    """Yield the store, or a new one of this type that is closed afterwards.
+
+    None means a local store.
+    """
     check_store(kvstore)
     if isinstance(kvstore, KVStoreBase):
         yield kvstore
@@ -177,14 +182,17 @@ def agree(
 
 
 def adds_all_workers(store: KVStoreBase) -> bool:
-    """Return whether an update sees the gradients of all workers; so it does with every plug-in."""
+    """Return whether an update uses the gradients of all workers.
+
+    It does with every plug-in.
+    """
     return not isinstance(store, KVStore) or is_synchronous(store.type)
 
 
 def create_kvstore(
     kvstore: KVStoreBase | str | None, num_device: int, arg_params: Mapping[str, HostArray]
 ) -> tuple[KVStoreBase | None, bool]:
-    """Return the store to train with, None if none is needed, and whether it should update.
+    """Return the store to train with (or None), and whether it should update.
 
     As the original's function of this name: one device needs no store in one process, and a
     ``local`` one with an array of over 16 Mi elements only adds. ``FeedForward`` itself always

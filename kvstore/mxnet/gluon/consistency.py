@@ -1,4 +1,4 @@
-"""The optimizer of a ``Trainer``, and the check in each step that its workers agree.
+"""The optimizer of a ``Trainer``, and the check that workers agree.
 
 Each worker says in a row of a small table what it is about to do: batch size, learning rate, which
 parameters. The table travels through a store of its own that only adds, so every worker sees every
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 class Agreement:
-    """The comparison between the workers of ``store``; all of them make one at the same time."""
+    """The comparison of the workers of ``store``, which all make together."""
 
     def __init__(self, store: DistKVStore) -> None:
         from kvstore.stores.dist.store import create_dist
@@ -75,7 +75,7 @@ class Agreement:
         updates: bool,
         averages: bool,
     ) -> None:
-        """Raise, on all workers, unless they train the same parameters by the same optimizer."""
+        """Raise on all workers unless they have the same parameters and optimizer."""
         specs = [(key, *parameter.spec) for key, parameter in params.items()]
         table = self._exchange([fingerprint(specs), updates, fingerprint([optimizer]), averages])
         if _differ(table[:, 0]):
@@ -92,7 +92,7 @@ class Agreement:
             )
 
     def meet(self, plan: Plan) -> None:
-        """Wait until every worker has said its plan. Raises, on all, unless they are the same."""
+        """Wait for every worker's plan; raise on all workers if plans differ."""
         check_plans(self._exchange(plan))
 
     def from_first(self, number: float) -> float:
@@ -123,7 +123,7 @@ class Agreement:
 
 
 def fingerprint(items: Iterable[object]) -> int:
-    """Return a number that tells lists of strings and numbers apart, the same in every process."""
+    """Return a hash of strings and numbers, the same in every process."""
     return zlib.crc32("\n".join(map(repr, items)).encode())
 
 
@@ -168,7 +168,7 @@ SET_TOO_LATE = (
 
 
 def check_starts(table: Table) -> None:
-    """Raise unless all workers update (column 1) and average (column 3) in the same way."""
+    """Raise unless all workers update (column 1) and average (column 3) alike."""
     for what, column in (("update_on_kvstore", 1), ('reduction="mean"', 3)):
         if _differ(table[:, column]):
             raise UsageError(
@@ -177,7 +177,7 @@ def check_starts(table: Table) -> None:
 
 
 def described(optimizer: Optimizer) -> dict[str, str]:
-    """Return the numbers of an optimizer by name; the batch size in place of its inverse."""
+    """Return an optimizer's numbers by name; the batch size, not its inverse."""
     shown = {name: repr(value) for name, value in optimizer.params().items()}
     factor = optimizer.params().get("rescale_grad")
     if factor:
@@ -187,7 +187,10 @@ def described(optimizer: Optimizer) -> dict[str, str]:
 
 
 def differences(said: Sequence[Mapping[str, str]]) -> str:
-    """``learning_rate is 0.1 on worker 0, 0.2 on worker 1``: what differs, at most five of them."""
+    """Return the differences as text, at most five of them.
+
+    For example: ``learning_rate is 0.1 on worker 0, 0.2 on worker 1``.
+    """
     names = list(dict.fromkeys(name for each in said for name in each))
     apart = [name for name in names if len({each.get(name) for each in said}) > 1]
     texts = [
@@ -213,7 +216,7 @@ def _by_rank(column: np.ndarray[Any, Any]) -> str:
 
 
 class Factors:
-    """``lr_mult`` and ``wd_mult`` of the parameters, in the place of the optimizer's own."""
+    """The ``lr_mult`` and ``wd_mult`` of parameters, instead of the optimizer's."""
 
     def __init__(self, params: Mapping[Key, Parameter], optimizer: Optimizer) -> None:
         self._params = list(params.items())
@@ -224,7 +227,7 @@ class Factors:
         """The same on workers whose parameters have the same factors."""
 
     def have_changed(self) -> bool:
-        """Return whether a parameter has other factors than at the last call of ``changes``."""
+        """Return whether a parameter's factors changed since the last ``changes``."""
         return self._present() != self._known
 
     def changes(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -258,7 +261,10 @@ def _put(numbers: dict[Key, float], key: Key, factor: float, own: float | None) 
 def optimizer_for(
     optimizer: str | Optimizer, optimizer_params: Mapping[str, Any] | None
 ) -> Optimizer:
-    """The optimizer that is given, or made of its name and numbers. Raises for anything else."""
+    """Return the given optimizer, or create it from its name and numbers.
+
+    Raises for anything else.
+    """
     if isinstance(optimizer, Optimizer):
         if optimizer_params:
             raise ArgumentValueError(

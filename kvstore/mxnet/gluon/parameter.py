@@ -25,7 +25,7 @@ _GRAD_REQS = ("write", "add", "null")
 
 
 class Parameter:
-    """An array that is trained, with its gradient: each an array or a list of one a device.
+    """A trained array and its gradient, each an array or one for each device.
 
     ``data`` is any array that the stores can write to (NumPy, CuPy, PyTorch, ``mx.nd``); all
     copies have one shape and dtype. ``grad`` may be set at any time, also to None: then there
@@ -152,7 +152,7 @@ class Parameter:
 
 
 class TensorParameter(Parameter):
-    """Leaf tensors of PyTorch, one for each device: gradients are read from the tensors."""
+    """Leaf tensors of PyTorch, one for each device, with their gradients."""
 
     def list_grad(self) -> list[Array | None]:
         return [copy.grad for copy in self._copies]

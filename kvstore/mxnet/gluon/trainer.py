@@ -1,4 +1,4 @@
-"""``Trainer``: turn gradients into new weights over any store, as in MXNet's Gluon.
+"""``Trainer``: update weights over any store, as in MXNet's Gluon.
 
 It knows no network and computes no gradient: the script's backward pass leaves gradients
 in the parameters. Where an update happens, on the store or here by an ``Updater`` for each
@@ -150,7 +150,9 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate; with a schedule, that of the latest update by this trainer's count.
+        """Return the learning rate; with a schedule, that of the last update.
+
+        The update is this trainer's last one.
 
         Raises ``OptimizerParameterError`` for an optimizer that has none.
         """
@@ -184,7 +186,9 @@ class Trainer:
         self._start()
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Add gradients up over devices and workers, divide by ``batch_size``, and update once.
+        """Add gradients over devices and workers, scale them, and update once.
+
+        They are divided by ``batch_size``.
 
         Gradients are divided by ``batch_size`` and by nothing else: as in MXNet it is not
         multiplied by the number of workers. With gradients of sums over samples, the mean over
@@ -309,7 +313,7 @@ class Trainer:
             self._link.change(**numbers)
 
     def _renew(self, batch_size: float) -> None:
-        """Follow what may have changed since the last step: batch size, factors of parameters."""
+        """Apply changes since the last step: batch size, factors of parameters."""
         check_batch_size(batch_size)
         divisor = float(batch_size)
         if self._reduction == "mean":
@@ -338,7 +342,10 @@ class Trainer:
         return Plan(float(batch_size), rate, fingerprint(keys), self._factors.fingerprint)
 
     def _gradients(self, ignore_stale_grad: bool, *, fill: bool) -> dict[Key, list[Array]]:
-        """The gradients of each parameter that has some; with ``fill``, zeros for the others."""
+        """Return the gradients of each parameter; with ``fill``, also zeros.
+
+        Parameters without gradients get the zeros.
+        """
         found: dict[Key, list[Array]] = {}
         is_here = self._link is None or not self._link.updates
         for key in self._trained():

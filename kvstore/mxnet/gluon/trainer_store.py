@@ -1,4 +1,4 @@
-"""The connection of a ``Trainer`` to its store: choice of the store, exchange, updates.
+"""The connection of a ``Trainer`` to its store: exchange and updates.
 
 ``open_link`` decides, from the arguments, whether there is a store and where updates happen; what
 is not possible is an error. A ``StoreLink`` is then the one way to that store.
@@ -165,7 +165,9 @@ class StoreLink:
             self._weights.note()
 
     def _set_meanwhile(self, gradients: Gradients) -> list[Key]:
-        """Return the weights that were set since the last step and that the store cannot take over.
+        """Return changed weights that the store cannot take over.
+
+        They were changed after the last step.
 
         A store in one process takes them over, with what its optimizer keeps for them. Of those
         that are frozen the store brings no values, until they are trained again.
@@ -282,7 +284,10 @@ def _is_needless(name: str, params: Params) -> bool:
 
 
 def _resolve(store: KVStoreBase, update_on_kvstore: bool | None) -> bool:
-    """Return whether the store updates. Raises ``ArgumentValueError`` for what it cannot do."""
+    """Return whether the store updates.
+
+    Raises ``ArgumentValueError`` if it cannot do what is asked.
+    """
     is_capable = store.is_capable(KVStoreBase.OPTIMIZER)
     if update_on_kvstore and not is_capable:
         raise ArgumentValueError(
@@ -308,7 +313,10 @@ Elements = np.ndarray[Any, np.dtype[Any]]
 
 
 class HeldWeights:
-    """The weights of some parameters after the store's last update (first copy of each)."""
+    """The weights of some parameters after the store's last update.
+
+    The first copy of each is kept.
+    """
 
     def __init__(self, params: Mapping[Key, Parameter]) -> None:
         self._params = dict(params)
@@ -363,7 +371,7 @@ class HeldWeights:
 
 
 def _elements(array: Array) -> Elements:
-    """The bits of some elements as unsigned integers, in the array's memory where it has some."""
+    """Return the bits of some elements as unsigned integers, in place if possible."""
     nothing: Elements = np.zeros(0, np.uint8)
     if not (type(array) is np.ndarray or hasattr(array, "data_ptr")):
         return nothing  # reading an mx.nd array would wait for its values

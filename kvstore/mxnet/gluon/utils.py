@@ -25,7 +25,7 @@ __all__ = ["clip_global_norm", "split_and_load", "split_data"]
 def split_data(
     data: Array, num_slice: int, batch_axis: int = 0, even_split: bool = True
 ) -> list[Array]:
-    """Cut ``data`` along ``batch_axis`` into ``num_slice`` neighbouring slices, in order.
+    """Cut ``data`` along ``batch_axis`` into ``num_slice`` slices, in order.
 
     Any array with NumPy's slicing: of NumPy, PyTorch, JAX, CuPy or ``mx.nd``. The slices are
     of its library, on its device, and views where the library makes views. Without
@@ -93,7 +93,7 @@ def split_and_load(
 def clip_global_norm(
     arrays: Sequence[Array], max_norm: float, check_isfinite: bool = True
 ) -> float:
-    """Scale arrays in place, so that the norm of all their elements is at most ``max_norm``.
+    """Scale arrays in place so that their joint norm is at most ``max_norm``.
 
     For gradients between ``Trainer.allreduce_grads`` and ``update``; those are not divided by
     the batch size yet. Arrays are of any library and device, writable, and stay the caller's.

@@ -81,7 +81,7 @@ class EvalMetric:
         self.reset()
 
     def update(self, labels: Arrays, preds: Arrays) -> None:
-        """Count more samples: lists of parallel arrays, labels (n,), predictions (n, classes)."""
+        """Count samples: lists of labels (n,) and of predictions (n, classes)."""
         raise NotImplementedError(f"{type(self).__name__} must define update()")
 
     def update_batch(self, result: BatchResult) -> None:
@@ -90,7 +90,7 @@ class EvalMetric:
         self.update([result.labels], [result.predictions])
 
     def update_dict(self, label: Mapping[str, Any], pred: Mapping[str, Any]) -> None:
-        """Count arrays by their names: those of ``label_names`` and ``output_names``, or all."""
+        """Count arrays by name: ``label_names`` and ``output_names``, or all."""
         self.update(
             _chosen("label_names", self.label_names, label),
             _chosen("output_names", self.output_names, pred),
@@ -120,11 +120,11 @@ class EvalMetric:
         return self.name, ratio(total, number)
 
     def get_name_value(self) -> list[tuple[str, float]]:
-        """``get`` as a list of pairs."""
+        """Return the result of ``get`` as a list of pairs."""
         return _pairs(self.get())
 
     def get_global_name_value(self) -> list[tuple[str, float]]:
-        """``get_global`` as a list of pairs."""
+        """Return the result of ``get_global`` as a list of pairs."""
         return _pairs(self.get_global())
 
     def get_config(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def register(klass: Any, *names: Any, name: str | None = None) -> Any:
 
 
 def alias(*aliases: str) -> Callable[[_Class], _Class]:
-    """Class decorator: ``create`` finds the class by these names too. Returns the class."""
+    """Decorate a class so that ``create`` also finds it by these names."""
 
     def add(cls: _Class) -> _Class:
         for each in aliases:
@@ -189,7 +189,10 @@ def alias(*aliases: str) -> Callable[[_Class], _Class]:
 
 
 def registered(name: str) -> type[EvalMetric]:
-    """Return the class of this name. Raises ``ArgumentValueError``, which lists the names."""
+    """Return the class of this name. Raises ``ArgumentValueError``.
+
+    The error lists the names.
+    """
     cls = _registry.get(name.lower())
     if cls is None:
         raise ArgumentValueError(
@@ -231,7 +234,7 @@ def on_host(arrays: Arrays) -> list[HostArray]:
 
 
 def listed(arrays: Arrays) -> list[Any]:
-    """One array as a list of it."""
+    """Return one array as a list."""
     return list(arrays) if isinstance(arrays, list | tuple) else [arrays]
 
 

@@ -1,4 +1,4 @@
-"""Metrics of all samples together: F1, MCC and PCC from a confusion matrix, and Pearson's.
+"""Metrics of all samples together: F1, MCC, PCC and Pearson's.
 
 Read next: ``making.py``.
 """
@@ -32,7 +32,7 @@ AVERAGES = ("macro", "micro")
 
 @dataclass(frozen=True)
 class ConfusionMatrix:
-    """How often each class was predicted (row) for each label (column): (k, k), k at least 2."""
+    """Counts of each class predicted (row) for each label (column), (k, k)."""
 
     counts: HostArray
 
@@ -49,7 +49,7 @@ NOTHING = ConfusionMatrix(numpy.zeros((2, 2), numpy.int64))
 
 @dataclass(frozen=True)
 class Moments:
-    """Means and summed products of two variables, which those of more samples can be added to.
+    """Means and summed products of two variables; more can be added.
 
     Source of the formulas: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm
     for computing sample variances" (1979).
@@ -109,7 +109,7 @@ class _Together(Counted):
 
 
 class _Averaged(_Together):
-    """By ``average``: the mean over batches (``"macro"``), or of all samples (``"micro"``)."""
+    """The ``average`` of a metric: over batches (``"macro"``) or samples."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class MCC(_Binary):
 
 @register
 class PCC(_Together, Plain):
-    """Pearson's correlation of answers and labels of any number of classes; 1 is perfect.
+    """Pearson's correlation of answers and labels of any number of classes.
 
     For two classes it is ``MCC`` of all samples together. NaN while either has one class only.
     """
@@ -203,7 +203,9 @@ class PCC(_Together, Plain):
 @register
 @alias("pearsonr")
 class PearsonCorrelation(_Averaged):
-    """Pearson's correlation of labels and predictions of the same shape; ``average`` as in ``F1``.
+    """Pearson's correlation of labels and predictions of the same shape.
+
+    ``average`` is that of ``F1``.
 
     With ``"micro"``, ``get_global`` is that of all samples too, where MXNet 1.9.1 gives 0. NaN
     where labels or predictions do not vary.

@@ -39,8 +39,10 @@ MetricLike: TypeAlias = (
 
 @register
 class CustomMetric(Counted):
-    """What a function of (label, prediction) returns: a number for the batch, averaged over
-    batches, or a pair (sum, number of things). Both are NumPy arrays.
+    """A metric from a function of (label, prediction), both NumPy arrays.
+
+    The function returns a number for the batch, which is averaged over batches, or a pair (sum,
+    count).
 
     ``allow_extra_outputs`` leaves predictions out that have no label.
     """
@@ -157,7 +159,7 @@ class CompositeEvalMetric(EvalMetric):
         self.metrics.append(create(metric))
 
     def get_metric(self, index: int) -> EvalMetric:
-        """One of them. Raises ``ArgumentValueError`` when there are fewer."""
+        """Return one metric. Raises ``ArgumentValueError`` if there are fewer."""
         if not -len(self.metrics) <= index < len(self.metrics):
             raise ArgumentValueError(
                 f"the index of a metric must be from 0 to {len(self.metrics) - 1}, got {index}"
@@ -207,9 +209,10 @@ def _apart(pairs: Iterable[list[tuple[str, float]]]) -> tuple[list[str], list[fl
 
 
 def create(metric: MetricLike, *args: Any, **kwargs: Any) -> EvalMetric:
-    """A metric by name (``acc``, ``ce``, ``f1``, ...), from a function of (label, prediction),
-    from an object with ``update``, ``compute`` and ``reset``, or of a list of these; a metric
-    comes back unchanged.
+    """Return a metric from a name, a function, an object, or a list of them.
+
+    Names are ``acc``, ``ce``, ``f1`` and so on. A function takes (label, prediction). An object
+    has ``update``, ``compute`` and ``reset``. A metric is returned unchanged.
 
     ``args`` and ``kwargs`` are for the class, for each of a list. What ``get_config`` gave makes
     a metric too, as a mapping or as a JSON text, and so does a text ``["name", {...}]``.

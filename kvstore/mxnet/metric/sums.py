@@ -1,4 +1,7 @@
-"""Metrics that are sums over samples, or means over batches. Read next: ``correlation.py``."""
+"""Metrics that are sums over samples, or means over batches.
+
+Read next: ``correlation.py``.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,9 @@ class Plain(Counted):
 @register
 @alias("acc")
 class Accuracy(Counted):
-    """The share of labels that are the most likely class along ``axis`` (the first, if several).
+    """The share of labels that are the most likely class along ``axis``.
+
+    The first class counts if several are equally likely.
 
     Predictions of the labels' own shape are answers already.
     """
@@ -79,7 +84,7 @@ class Accuracy(Counted):
 
 @register
 class Loss(Plain):
-    """The mean of the network's own loss, in a fit; elsewhere the mean of all predictions."""
+    """The mean of the network's loss in a fit, elsewhere of all predictions."""
 
     usual_name = "loss"
     needs_predictions = False
@@ -217,7 +222,7 @@ class Perplexity(Counted):
 
 
 class _OverBatches(Plain):
-    """A mean over batches of ``_value(differences)``, for differences of shape (n, ...)."""
+    """A mean over batches of ``_value(differences)``, of shape (n, ...)."""
 
     def update(self, labels: Arrays, preds: Arrays) -> None:
         for label, pred in host_pairs(labels, preds):
@@ -262,12 +267,14 @@ class RMSE(_OverBatches):
 
 
 def as_classes(labels: HostArray) -> HostArray:
-    """Labels of any shape and dtype as a vector of int64; fractions are cut off, as in MXNet."""
+    """Return labels as a vector of int64; fractions are cut off, as in MXNet."""
     return labels.reshape(-1).astype(numpy.int64)
 
 
 def classes_of(label: HostArray, pred: HostArray, axis: int) -> HostArray:
-    """The answers, a vector: ``pred`` itself where it has the labels' shape, else its best class.
+    """Return the predicted classes: ``pred``, or the best class of each row.
+
+    ``pred`` itself is used if it has the labels' shape.
 
     Raises ``ArgumentValueError`` unless there is one for each label.
     """
@@ -288,7 +295,7 @@ def classes_of(label: HostArray, pred: HostArray, axis: int) -> HostArray:
 def probabilities(
     label: HostArray, pred: HostArray, axis: int, counts: HostArray | None = None
 ) -> HostArray:
-    """What was predicted for each label that ``counts`` (all of them), a vector.
+    """Return the probability of each label, or of those that ``counts`` chooses.
 
     Raises ``ArgumentValueError`` unless there is one prediction for each label, with its class.
     """

@@ -100,7 +100,9 @@ __all__ = [
 
 
 def array(source_array: Any, ctx: Context | None = None, dtype: DType = None) -> NDArray:
-    """Return a new array of these values on ``ctx``, by default the current context: ``cpu(0)``.
+    """Return a new array of these values on ``ctx``.
+
+    The default is the current context: ``cpu(0)``.
 
     ``source_array`` is an array of any library that stores take, or numbers in nested lists.
     ``dtype`` is that of an NDArray, else float32, also for arrays of float64 and integers. Of a
@@ -118,7 +120,10 @@ def array(source_array: Any, ctx: Context | None = None, dtype: DType = None) ->
 def empty(
     shape: Shape, ctx: Context | None = None, dtype: DType = "float32", stype: str | None = None
 ) -> NDArray:
-    """A new array of whatever the memory held; a row-sparse one has no rows (see ``zeros``)."""
+    """Return a new, uninitialized array; a row-sparse one has no rows.
+
+    See ``zeros``.
+    """
     if stype not in (None, "default"):
         return zeros(shape, ctx, dtype, stype)
     return _made("empty", shape, ctx, dtype)
@@ -127,7 +132,10 @@ def empty(
 def zeros(
     shape: Shape, ctx: Context | None = None, dtype: DType = "float32", stype: str | None = None
 ) -> NDArray:
-    """Return a new NDArray of zeros; with ``stype="row_sparse"`` a ``sparse.RowSparseNDArray``."""
+    """Return a new array of zeros, an NDArray or a ``RowSparseNDArray``.
+
+    ``stype="row_sparse"`` chooses the latter.
+    """
     if stype not in (None, "default"):
         made: NDArray = _sparse().zeros(stype, shape, ctx, dtype)
         return made
@@ -141,7 +149,10 @@ def ones(
     *,
     stype: str | None = None,
 ) -> NDArray:
-    """Return a new NDArray of ones; with ``stype="row_sparse"`` an array with all its rows."""
+    """Return a new array of ones; a row-sparse one has all its rows.
+
+    ``stype="row_sparse"`` chooses it.
+    """
     made = _made("ones", shape, ctx, dtype)
     if stype not in (None, "default"):
         made = made.tostype(stype)
@@ -164,7 +175,10 @@ def arange(
     ctx: Context | None = None,
     dtype: DType = "float32",
 ) -> NDArray:
-    """A new array of the numbers from ``start`` (or 0) up to ``stop``, each ``repeat`` times."""
+    """Return the numbers from ``start`` to ``stop``, each ``repeat`` times.
+
+    ``start`` is 0 by default.
+    """
     first, end = (0, start) if stop is None else (start, stop)
     return new_array(np.arange(first, end, step).repeat(repeat), ctx, dtype)
 
@@ -190,7 +204,7 @@ def random_uniform(
     dtype: DType = None,
     out: NDArray | None = None,
 ) -> NDArray:
-    """``random.uniform`` with its arguments in another order, MXNet's of this name."""
+    """Return ``random.uniform`` with MXNet's order of arguments."""
     return random.uniform(low, high, shape, dtype, ctx, out)
 
 
@@ -202,7 +216,7 @@ def random_normal(
     dtype: DType = None,
     out: NDArray | None = None,
 ) -> NDArray:
-    """``random.normal`` with its arguments in another order, MXNet's of this name."""
+    """Return ``random.normal`` with MXNet's order of arguments."""
     return random.normal(loc, scale, shape, dtype, ctx, out)
 
 
@@ -210,7 +224,7 @@ def random_normal(
 
 
 def add_n(*args: Any) -> Any:
-    """Return the sum of arrays, added left to right; a row-sparse one if all of them are."""
+    """Return the sum of arrays, from left to right; row-sparse if all are."""
     if not args:
         raise ArgumentTypeError("add_n needs at least one array")
     for each in args:
@@ -225,7 +239,7 @@ def concatenate(arrays: Sequence[NDArray], axis: int = 0) -> NDArray:
 
 
 def concat(*data: NDArray, dim: int = 1) -> NDArray:
-    """``concatenate`` with the arrays as arguments, along the second axis by default."""
+    """Join the arrays along an axis, by default the second."""
     return _joined("concatenate", data, dim)
 
 
@@ -280,7 +294,10 @@ def clip(data: NDArray, a_min: float, a_max: float) -> NDArray:
 
 
 def reshape(data: NDArray, shape: Shape, reverse: bool = False) -> NDArray:
-    """``NDArray.reshape``; as there, it shares the memory of ``data`` if that lies in order."""
+    """Return ``data`` in another shape; shares memory if contiguous.
+
+    See ``NDArray.reshape``.
+    """
     return _dense(data).reshape(shape, reverse=reverse)
 
 
@@ -302,7 +319,10 @@ def expand_dims(data: NDArray, axis: int) -> NDArray:
 def split(
     data: NDArray, num_outputs: int, axis: int = 1, squeeze_axis: bool = False
 ) -> NDArray | list[NDArray]:
-    """Split ``data`` into ``num_outputs`` equal pieces along ``axis``; see ``NDArray.split``."""
+    """Split ``data`` into ``num_outputs`` equal pieces along ``axis``.
+
+    See ``NDArray.split``.
+    """
     return _dense(data).split(num_outputs, axis, squeeze_axis)
 
 
@@ -323,7 +343,7 @@ class _OfTwo(Protocol):
 
 
 def _of_one(name: str, ufunc: np.ufunc, doc: str) -> _OfOne:
-    """The ufunc as a function; its result is row-sparse where the ufunc keeps ``data`` so."""
+    """Return the ufunc as a function that keeps row-sparse data if possible."""
 
     def function(data: Any) -> NDArray:
         made: NDArray = ufunc(data if isinstance(data, RowSparseArray) else checked_array(data))
@@ -385,12 +405,12 @@ def _joined(name: str, arrays: Sequence[NDArray], axis: int) -> NDArray:
 
 
 def _dense(data: Any) -> NDArray:
-    """Return an NDArray; of a row-sparse array the dense form. Raises ``ArgumentTypeError``."""
+    """Return the dense form as an NDArray. Raises ``ArgumentTypeError``."""
     return NDArray(data.to_dense()) if isinstance(data, RowSparseArray) else checked_array(data)
 
 
 def _sparse() -> Any:
-    """``nd.sparse``, which imports this module."""
+    """Import ``nd.sparse``, which imports this module."""
     return importlib.import_module("kvstore.mxnet.nd.sparse")
 
 

@@ -1,4 +1,4 @@
-"""The methods of ``NDArray`` that compute and reshape, by the wrapped array's library.
+"""The methods of ``NDArray`` that compute and reshape.
 
 A mixin, apart from ``ndarray.py`` only for size. Everything here waits for pending values where
 it needs them (``_memory``) and returns a new array, unless it says that it is a view. Any thread
@@ -115,7 +115,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self._reduced("min", axis, keepdims, None, out)
 
     def norm(self, ord: int = 2, axis: Axis = None, *, keepdims: bool = False) -> NDArray:
-        """The root of the sum of squares (``ord=2``) or the sum of magnitudes (``ord=1``)."""
+        """Return the Euclidean norm (``ord=2``) or the sum of magnitudes (``ord=1``)."""
         if ord not in (1, 2):
             raise ArgumentTypeError(f"the order of norm must be 1 or 2, got {ord!r}")
         if ord == 1:
@@ -123,7 +123,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self.abs().square().sum(axis, keepdims).sqrt()
 
     def dot(self, other: NDArray, transpose_a: bool = False, transpose_b: bool = False) -> NDArray:
-        """Return the sum of products over the last axis of this array and the first of ``other``.
+        """Return the dot product over the last axis and the first of ``other``.
 
         For matrices, their product; either may be used transposed, without a copy.
         """
@@ -165,7 +165,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
     # -- other dtypes and shapes -----------------------------------------------------------
 
     def reshape(self, *shape: Any, **options: Any) -> NDArray:
-        """Return the same elements in another shape, in the same memory if they lie in order.
+        """Return the same elements in another shape; shares memory if contiguous.
 
         ``reshape(2, 3)``, ``reshape((2, 3))`` or ``reshape(shape=(2, 3))``. 0 keeps the length
         of an axis, -1 stands for what is left, -2 for all remaining axes as they are, -3 for
@@ -192,7 +192,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self._of(made, self._context, self._uses if is_view else None)
 
     def tostype(self, stype: str) -> Any:
-        """Return a copy: an NDArray for ``"default"``; for ``"row_sparse"`` a ``RowSparseNDArray``.
+        """Return a copy with another storage type, ``default`` or ``row_sparse``.
 
         That has the rows that are not all zero. Raises ``NotSupportedError`` for ``"csr"``.
         """
@@ -207,7 +207,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self.reshape((len(self), self.size // max(len(self), 1))).copy()
 
     def transpose(self, *axes: Any, **options: Any) -> NDArray:
-        """A copy with its axes in this order, ``transpose((1, 0))``, or in the reverse one."""
+        """Return a copy with its axes in this order, or reversed."""
         if set(options) - {"axes"} or (options and axes):
             raise ArgumentTypeError("transpose needs axes as ints, such as transpose((1, 0))")
         order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
@@ -225,7 +225,9 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def split(
         self, num_outputs: int, axis: int = 1, squeeze_axis: bool = False
     ) -> NDArray | list[NDArray]:
-        """Copies of ``num_outputs`` equal parts along an axis; a single one is not in a list.
+        """Return copies of ``num_outputs`` equal parts along an axis.
+
+        A single part is not in a list.
 
         ``squeeze_axis`` leaves the axis out, of parts of length 1. Raises ``ValueMismatchError``
         where the length cannot be divided so.
@@ -251,7 +253,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         end: Sequence[int | None],
         step: Sequence[int | None] | None = None,
     ) -> NDArray:
-        """Return a copy of the elements from ``begin`` to ``end``, given for the first axes."""
+        """Return a copy of the elements ``begin`` to ``end`` of the first axes."""
         ranges = zip(begin, end, step or [None] * len(begin), strict=True)
         return self[tuple(builtins.slice(*each) for each in ranges)].copy()
 
@@ -281,14 +283,14 @@ class ArrayMethods(NDArrayOperatorsMixin):
 
 
 def _whole(shape: Any) -> Any:
-    """Return a shape with ints in place of floats that are whole; anything else unchanged."""
+    """Return a shape with whole floats as ints; anything else is unchanged."""
     if not isinstance(shape, list | tuple):
         return shape
     return [int(one) if isinstance(one, float) and one.is_integer() else one for one in shape]
 
 
 def _lengths(old: tuple[int, ...], codes: tuple[int, ...], reverse: bool) -> list[int]:
-    """Return the lengths that the codes of ``reshape`` stand for; -1 stays, for the library.
+    """Return the lengths for the codes of ``reshape``; -1 is kept.
 
     Raises ``ValueError``, ``IndexError``, ``StopIteration`` where they do not fit.
     """
@@ -332,7 +334,7 @@ def working_on(context: Context) -> AbstractContextManager[Any]:
 
 
 def checked_context(context: object) -> Context:
-    """``context``, or the current one for None. Raises ``ArgumentTypeError``."""
+    """Return ``context``, or the current one. Raises ``ArgumentTypeError``."""
     if context is None:
         return current_context()
     if not isinstance(context, Context):
@@ -341,6 +343,9 @@ def checked_context(context: object) -> Context:
 
 
 def native_dtype(dtype: DType) -> np.dtype[Any]:
-    """The dtype, in native byte order. Raises ``ArgumentTypeError`` if no store can hold it."""
+    """Return the dtype in native order. Raises ``ArgumentTypeError``.
+
+    It raises if no store can hold the dtype.
+    """
     native: np.dtype[Any] = checked_dtype(dtype).newbyteorder("=")
     return native

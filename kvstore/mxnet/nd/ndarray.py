@@ -33,7 +33,9 @@ _LISTS = (list, tuple, range)
 
 
 class NDArray(ArrayMethods):
-    """An array of at least one dimension; a single element has shape ``(1,)``, as in MXNet.
+    """An array of one dimension or more; a scalar has shape ``(1,)``.
+
+    This is as in MXNet.
 
     ``NDArray(memory)`` wraps a NumPy or CuPy array without a copy: both are the same memory
     from then on. ``nd.array`` copies. A store's ``pull`` into an NDArray returns at once; any
@@ -68,7 +70,7 @@ class NDArray(ArrayMethods):
 
     @classmethod
     def _of(cls, memory: Array, context: Context, uses: Uses | None = None) -> NDArray:
-        """Wrap a result of the context's library; ``uses`` are those of the array it views."""
+        """Wrap a result of the context's library; ``uses``: of the viewed array."""
         made = cls.__new__(cls)
         if isinstance(memory, np.generic):
             memory = np.asarray(memory)
@@ -86,7 +88,7 @@ class NDArray(ArrayMethods):
         return self._array
 
     def _memory_to_write(self) -> Array:
-        """Return the wrapped array, to be written: no call of a store works there any more."""
+        """Return the wrapped array for writing, after pending calls have ended."""
         uses = self._uses
         if uses.writes or uses.reads:
             uses.settle(for_writing=True)
@@ -115,7 +117,10 @@ class NDArray(ArrayMethods):
         return host.copy() if self._context.device_type == "cpu" else host
 
     def asscalar(self) -> Any:
-        """The only element, as a NumPy scalar. Raises ``ValueMismatchError`` if there are more."""
+        """Return the only element as a NumPy scalar.
+
+        Raises ``ValueMismatchError`` if there are several.
+        """
         if self.size != 1:
             raise ValueMismatchError(
                 f"only an array of one element can become a scalar, got shape {self.shape}"
@@ -127,7 +132,7 @@ class NDArray(ArrayMethods):
         return self.asscalar().item()
 
     def __array__(self, dtype: DType = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Return a copy on the host, since later calls of a store may write here unnoticed.
+        """Return a copy on the host, because a store may write here later.
 
         ``copy=False`` gives the memory itself, or raises ``ValueError`` where it cannot.
         """
@@ -227,7 +232,7 @@ class NDArray(ArrayMethods):
         return self if checked_context(context) == self._context else self.copyto(context)
 
     def astype(self, dtype: DType, copy: bool = True) -> NDArray:
-        """Return a new array of another dtype; with ``copy=False`` itself, if it has that one."""
+        """Return a new array of another dtype; ``copy=False`` may return itself."""
         wanted = native_dtype(dtype)
         if not copy and wanted == self.dtype:
             return self
@@ -237,7 +242,7 @@ class NDArray(ArrayMethods):
     # -- elements --------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> NDArray:
-        """Return a view for numbers, slices, ``None`` and ``...``; else a copy of the elements.
+        """Return a view for numbers, slices, ``None`` and ``...``, else a copy.
 
         NDArrays and lists of numbers choose along an axis; floats are cut to integers, since
         that is what ``nd.array`` makes by default. Bool arrays are masks.
@@ -264,7 +269,7 @@ _OPERANDS = (NDArray, np.ndarray, *_LISTS, *_NUMBERS)
 
 
 def new_array(source: Any, context: Context | None, dtype: DType) -> NDArray:
-    """A new array on ``context`` of the values of any array, number or nested list of numbers.
+    """Return a new array on ``context`` from an array, number or nested list.
 
     Raises ``ArgumentTypeError`` for anything else.
     """
@@ -279,7 +284,7 @@ def new_array(source: Any, context: Context | None, dtype: DType) -> NDArray:
 
 
 def is_same_device(one: Context, other: Context) -> bool:
-    """Return whether arrays of both can be worked on together: CPUs of all numbers share memory."""
+    """Return whether arrays of both can be used together; all CPUs are one."""
     return one == other or one.device_type == other.device_type == "cpu"
 
 
@@ -311,7 +316,7 @@ def operand(value: Any, context: Context) -> Any:
 
 
 def is_operand(value: object) -> bool:
-    """Return whether arithmetic takes it: an NDArray, a NumPy or CuPy array, a list or a number."""
+    """Return whether arithmetic accepts it: an array, a list or a number."""
     return (isinstance(value, _OPERANDS) or _is_cupy(value)) and not isinstance(
         value, np.ma.MaskedArray
     )
@@ -389,7 +394,7 @@ def _restored(host: np.ndarray[Any, Any], context: Context) -> NDArray:
 
 
 class NDArrayAdapter(ViewAdapter):
-    """An NDArray as the stores see it: the array that it wraps, once that may be accessed.
+    """The adapter of NDArray: the wrapped array, once it may be accessed.
 
     What reads values waits for the calls that still write them, what writes waits for all; shape,
     dtype and device are known without. A store that lets values arrive later takes the wrapped

@@ -84,11 +84,11 @@ class RowSparseNDArray(RowSparseArray):
         return NDArray(self.to_dense())
 
     def tostype(self, stype: str) -> Any:
-        """Return a copy: an NDArray for ``"default"``, a row-sparse one for ``"row_sparse"``."""
+        """Return a copy with another storage type, ``default`` or ``row_sparse``."""
         return self.copy() if is_row_sparse_type(stype) else self.dense_operand()
 
     def astype(self: Self, dtype: DType, copy: bool = True) -> Self:
-        """A new array of another dtype; with ``copy=False`` itself, if it has that one."""
+        """Return a new array of another dtype; ``copy=False`` may return itself."""
         wanted = native_dtype(dtype)
         if not copy and wanted == self.dtype:
             return self
@@ -113,7 +113,7 @@ class RowSparseNDArray(RowSparseArray):
         return self if context == self.context else self.copy()._on(context)
 
     def retain(self: Self, indices: Any) -> Self:
-        """A new array of those rows that ``indices`` names: ids of any array, or a list."""
+        """Return a new array of the rows ``indices``, an array or list of ids."""
         chosen = unique_ids(checked_ids(indices, self.shape[0], f"an array of shape {self.shape}"))
         unique = self.unique()
         is_kept = np.isin(unique.ids, chosen, assume_unique=True)
@@ -140,7 +140,10 @@ class RowSparseNDArray(RowSparseArray):
 
 
 def fill(target: RowSparseArray, source: RowSparseArray) -> None:
-    """Give an array the rows of another. Raises ``ValueMismatchError`` for another shape."""
+    """Give an array the rows of another. Raises ``ValueMismatchError``.
+
+    The shapes must be equal.
+    """
     if target.shape != source.shape:
         raise ValueMismatchError(f"cannot copy shape {source.shape} into shape {target.shape}")
     if target is not source:
@@ -206,7 +209,7 @@ def array(source_array: Any, ctx: Context | None = None, dtype: DType = None) ->
 
 
 def zeros(stype: str, shape: Shape, ctx: Context | None = None, dtype: DType = None) -> Any:
-    """An array of zeros: a ``RowSparseNDArray`` for ``"row_sparse"``, an NDArray for ``"default"``.
+    """Return an array of zeros: row-sparse or an NDArray, by ``stype``.
 
     float32 unless ``dtype`` says otherwise. Raises ``NotSupportedError`` for ``"csr"``.
     """
@@ -216,7 +219,7 @@ def zeros(stype: str, shape: Shape, ctx: Context | None = None, dtype: DType = N
 
 
 def retain(data: RowSparseNDArray, indices: Any) -> RowSparseNDArray:
-    """``RowSparseNDArray.retain``."""
+    """Return ``RowSparseNDArray.retain`` of the array."""
     if not isinstance(data, RowSparseNDArray):
         raise ArgumentTypeError(f"retain needs a RowSparseNDArray, got {type(data).__name__}")
     return data.retain(indices)
@@ -228,7 +231,7 @@ def add_n(*args: Any) -> Any:
 
 
 def dot(lhs: Any, rhs: Any, transpose_a: bool = False, transpose_b: bool = False) -> NDArray:
-    """``NDArray.dot`` of dense and row-sparse arrays, computed on their dense forms."""
+    """Return ``NDArray.dot`` of the dense forms of the arrays."""
     return nd.dot(lhs, rhs, transpose_a, transpose_b)
 
 

@@ -81,13 +81,16 @@ class WaitingIds:
         self._counts[places] = 1
 
     def _grow(self, num_places: int) -> None:
-        """Have a longer ring; it has not come round yet, since it only does at its full length."""
+        """Enlarge the ring, which has not wrapped yet.
+
+        It wraps only at its full length.
+        """
         self._index.grow(num_places)
         self._counts = grown(self._counts, num_places)
 
 
 def step_towards(num_places: int, limit: int) -> int:
-    """Return how many places to have for this many: the limit, its half, its quarter, ...
+    """Return the capacity to allocate for this many: the limit, half of it, ...
 
     So the last step but one has half of the memory, and what is there is never there twice beyond
     what the limit takes.

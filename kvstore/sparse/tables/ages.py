@@ -78,7 +78,7 @@ class Ages:
         return stamps
 
     def _number_anew(self) -> None:
-        """Let the rows that were touched at this time have its first stamps, in their order."""
+        """Renumber the rows touched at this time from 0, in their order."""
         self._forget_queue()
         base = stamp_at(self.time)
         places = np.flatnonzero((self.stamps >= base) & (self.stamps != NO_ROW))
@@ -101,8 +101,10 @@ class Ages:
         return np.flatnonzero(self.stamps != NO_ROW)
 
     def take_oldest(self, number: int, before: int) -> tuple[Places, Ids]:
-        """Take this many rows out, the oldest first, or as many as have a smaller stamp than
-        ``before``. Returns their places and stamps."""
+        """Remove the oldest rows, and return their places and stamps.
+
+        It removes this many, or as many as have a smaller stamp than ``before``.
+        """
         taken: list[tuple[Places, Ids]] = []
         while number > 0:
             if self._at == len(self._queue) and not self._fill_queue(number, before):

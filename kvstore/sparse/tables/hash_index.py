@@ -50,7 +50,7 @@ class IdIndex:
         return self.ids.nbytes + self._slots.nbytes
 
     def look_up(self, ids: Ids) -> Places:
-        """Return the place of each id, -1 where it has none; ids in any order, also repeated."""
+        """Return the place of each id, or -1; ids may be unsorted and repeated."""
         places, _ = self._find(ids)
         return places
 
@@ -105,8 +105,7 @@ class IdIndex:
         return same
 
     def _claim(self, ids: Ids, places: Places) -> None:
-        """Write places into the first free slots: where several ids want one, one of them gets it
-        and the others go on."""
+        """Write places to the first free slots; ids that lose a slot try the next."""
         at, mine = spread(ids, len(self._slots)), places.astype(np.int32)
         while len(at):
             before = self._slots.take(at)

@@ -24,7 +24,7 @@ _LISTS = (list, tuple, range)
 
 
 def checked_table_ids(ids: object) -> tuple[Ids, tuple[int, ...]]:
-    """Return the ids as flat int64, in the caller's order, repeated ones kept; and their shape.
+    """Return ids as flat int64, repetitions kept in order, and their shape.
 
     ``ids`` is an array of any library, of any integer dtype and any shape, or an int, or a list of
     ints. The result may share the memory of ``ids`` and is only to be read. Raises
@@ -101,7 +101,9 @@ def mix(words: Words) -> Words:
 
 
 def spread(ids: Ids, num_slots: int) -> Ids:
-    """For each id a number from 0 to ``num_slots`` - 1, from the upper half of its hash.
+    """Return a slot from 0 to ``num_slots`` - 1 for each id.
+
+    The upper half of the id's hash decides.
 
     ``num_slots`` is below 2**32.
     """
@@ -111,7 +113,7 @@ def spread(ids: Ids, num_slots: int) -> Ids:
 
 
 def shares_of(ids: Ids, num_shares: int) -> Ids:
-    """Return the share of a table that each id belongs to, from the lower half of its hash.
+    """Return the table share of each id, by the lower half of its hash.
 
     Not the half of ``spread``, so that the ids of a share lie everywhere in its index.
     """

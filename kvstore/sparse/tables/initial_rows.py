@@ -46,7 +46,7 @@ _MOST_NORMAL = 6.5
 
 
 def checked_init(init: object) -> Init:
-    """Return how rows begin: an initializer, the name of one, or a number for all elements.
+    """Return the initializer of rows from an initializer, name or number.
 
     Raises ``ArgumentTypeError``, and ``ArgumentValueError`` for initializers that need a whole
     matrix (Xavier, Orthogonal).
@@ -69,8 +69,10 @@ def checked_init(init: object) -> Init:
 
 
 def check_range(init: Init, dtype: np.dtype[Any]) -> None:
-    """Raise ``ArgumentValueError`` unless all first values are finite numbers of this dtype,
-    ``ArgumentTypeError`` if what they are made of is not a number."""
+    """Raise unless all first values are finite in this dtype.
+
+    Raises ``ArgumentValueError``, or ``ArgumentTypeError`` if a parameter is not a number.
+    """
     if isinstance(init, initializer.Uniform):
         number, reach = init.scale, 1.0
     elif isinstance(init, initializer.Normal):
@@ -109,7 +111,7 @@ class FirstValues:
         self._stream = np.uint64(int.from_bytes(digest, "little"))
 
     def fill(self, ids: Ids, out: RowValues) -> None:
-        """Set each row of ``out``, 2-D and of any float dtype, to the first values of its id."""
+        """Set each row of ``out`` (2-D, any float dtype) to its id's first values."""
         init = self._init
         if isinstance(init, initializer.Constant):
             out[...] = float(init.value)
@@ -173,7 +175,10 @@ def _polynomial(coefficients: tuple[float, ...], at: Floats) -> Floats:
 
 
 def _log(values: Floats) -> Floats:
-    """The natural logarithm of positive numbers, to 10 digits, of operations that are exact."""
+    """Return the natural logarithm to 10 digits, from exact operations only.
+
+    The numbers are positive.
+    """
     mantissa, exponent = np.frexp(values)
     ratio = (mantissa - 1) / (mantissa + 1)
     series = tuple(1 / (2 * k + 1) for k in reversed(range(10)))

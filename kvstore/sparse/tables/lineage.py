@@ -1,4 +1,6 @@
-"""``Lineage``: the exports that a table was loaded from, which decide the deltas that it can load.
+"""``Lineage``: the exports that a table was loaded from.
+
+They decide which deltas it can load.
 
 Every table counts its marks from 1, so a mark does not say whose it is. A line is a random id and
 the last mark that counts as of it. A table draws an id when it is made, and another one whenever it
@@ -19,7 +21,10 @@ _MOST_MARK = 2**31 - 2
 
 
 class Line(NamedTuple):
-    """Marks above those of the line before, up to ``mark``, belong to the table ``id``."""
+    """The marks up to ``mark`` that belong to the table ``id``.
+
+    Those of the line before are not included.
+    """
 
     id: str
     mark: int
@@ -43,7 +48,7 @@ class Lineage(NamedTuple):
         return self.loaded[-1] if self.loaded else None
 
     def until(self, mark: int) -> Lines:
-        """Return the lines of an export with this mark, which is above those that were loaded."""
+        """Return the lineage of an export with this new mark."""
         return (*self.loaded, Line(self.own, mark))
 
 

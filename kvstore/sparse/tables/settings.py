@@ -91,7 +91,10 @@ def checked_settings(
     seed: object,
     num_shares: int = 1,
 ) -> TableSettings:
-    """Return the settings of a table. Raises ``ArgumentTypeError`` and ``ArgumentValueError``."""
+    """Return a table's checked settings.
+
+    Raises ``ArgumentTypeError`` and ``ArgumentValueError``.
+    """
     if not isinstance(name, str) or not name:
         raise ArgumentTypeError(f"the name of a table must be a non-empty str, got {name!r}")
     kind = _checked_dtype(dtype)

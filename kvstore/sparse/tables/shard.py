@@ -1,4 +1,4 @@
-"""``TableShare``: one server's share of a table: how its rows are added and evicted.
+"""``TableShare``: one server's share of a table.
 
 A store of one process has one share with everything; of several servers each has the ids that
 ``shares_of`` sends it, and an even part of the capacity. A row's first value depends on the seed,
@@ -74,7 +74,7 @@ class TableStatistics(NamedTuple):
 
 
 class TableShare:
-    """Share number ``share`` of ``num_shares`` of a table, for the ids of this share only."""
+    """The share ``share`` of ``num_shares`` of a table, for its own ids."""
 
     def __init__(
         self,
@@ -111,8 +111,11 @@ class TableShare:
     # -- what callers do -----------------------------------------------------------------
 
     def pull(self, ids: Ids, out: RowValues, *, touches: bool = True) -> None:
-        """Copy the rows of ids, in any order and repeated or not, to ``out``: 2-D, C-contiguous,
-        of the table's dtype. Without ``touches`` no row is made or kept from going."""
+        """Copy the rows of ids to ``out``; ids may be unsorted and repeated.
+
+        ``out`` is 2-D, C-contiguous, of the table's dtype. Without ``touches`` no row is
+        created or kept from eviction.
+        """
         if touches:
             places = self._touch(ids, is_pull=True)
         else:
@@ -247,8 +250,10 @@ class TableShare:
         self.ages.stamps[places[has_row]] = stamps[has_row]
 
     def _make(self, ids: Ids, is_pull: bool, before: int) -> Places:
-        """Places for different ids that have none, -1 for those that get none. Only rows with
-        smaller stamps than ``before`` are evicted for them."""
+        """Return new places for different ids, -1 for those that get none.
+
+        Only rows with smaller stamps than ``before`` are evicted.
+        """
         is_admitted = self._admitted(ids, is_pull)
         chosen = np.flatnonzero(is_admitted)
         taken = self._take_places(len(chosen), before)
@@ -285,7 +290,7 @@ class TableShare:
         return np.concatenate([taken, unused])
 
     def _make_room(self, number: int, before: int) -> None:
-        """Free this many places: of rows whose time is over, then new ones, then the oldest."""
+        """Free this many places: expired rows first, then new ones, then the oldest."""
         limit = MOST_PLACES if self.capacity is None else self.capacity
         if self.settings.ttl is not None:
             wanted = max(number, self._num_used // 8)
@@ -326,8 +331,10 @@ class TableShare:
     def _release(
         self, places: Places, stamps: Ids | None = None, *, is_counted: bool = True
     ) -> int:
-        """Forget the rows at different places; ``stamps`` are theirs if ``ages`` has forgotten
-        them already. Returns how many."""
+        """Remove the rows at different places, and return how many.
+
+        ``stamps`` are theirs if ``ages`` has already removed them.
+        """
         if stamps is None:
             stamps = self.ages.stamps[places]
             self.ages.forget(places)

@@ -317,7 +317,7 @@ class DistControl(KVStore):
             self._leave()
 
     def _hear_of_pushes(self) -> None:
-        """Wait until what was pushed is answered; raise the error of one that was not applied."""
+        """Wait for the answers of all pushes; raise the error of a failed one."""
         errands = self._node.errands
         if errands.is_forked:
             return

@@ -119,7 +119,7 @@ def values_to_fill(table: KeyTable, key: object, out: object) -> Checked:
 def _usual_values(
     table: KeyTable, key: object, values: Any, *, are_written: bool
 ) -> Checked | None:
-    """Return the values of a call that needs no further check; else None, be it right or wrong."""
+    """Return the values of a usual call, which needs no more checks, else None."""
     keys = table.usual(key)
     if keys is None:
         return None

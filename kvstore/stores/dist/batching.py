@@ -154,7 +154,7 @@ class CallBatch:
     def pull_last(
         self, keys: tuple[Key, ...], targets: Sequence[Bytes], priority: int, nbytes: int
     ) -> BatchedCall | None:
-        """Let the last call, a push of just these keys, pull them as well; None if it is not one.
+        """Add a pull to the last call, a push of the same keys; None if it is not.
 
         That is what a loop over keys does, and one call costs half as much as two.
         """
@@ -218,7 +218,7 @@ class _KeyStep:
 
 
 def _fits(keys: Sequence[Key], step: dict[Key, _KeyStep], *, pushes: bool) -> bool:
-    """Return whether a call may join a step: a pull may follow a push of the key, nothing else."""
+    """Return whether a call may join a batch: only a pull after a push of its key."""
     for key in keys:
         entry = step.get(key)
         if entry is not None and (pushes or entry.target is not None):
@@ -246,7 +246,7 @@ def _mix(keys: Sequence[Key], entries: Sequence[_KeyStep]) -> Mix:
 
 
 class Load(NamedTuple):
-    """One message that carries something of several calls, which are given by their positions."""
+    """One message for parts of several calls, given by their positions."""
 
     mix: Mix
     group: Group
@@ -264,7 +264,7 @@ def loads_of(
     entries: Mapping[Key, KeyEntry],
     plan: Callable[[Sequence[Key]], Iterable[Group]],
 ) -> list[Load]:
-    """Return the messages that carry calls of these shapes; ``plan`` gives those of keys."""
+    """Return the messages for calls of these shapes; ``plan`` plans keys."""
     starts = _staged(shapes, entries)
     loads = []
     for mix in mixes_of(shapes):
@@ -304,7 +304,7 @@ def _in_a_row(group: Group, places: Sequence[int]) -> tuple[int, int] | None:
 def transfers_of(
     node: Postoffice, loads: Sequence[Load], calls: Sequence[BatchedCall], staging: Bytes | None
 ) -> list[Transfer]:
-    """Return the messages that carry what these calls say; each call ends with the last of its own.
+    """Return the messages for these calls; each call ends with its last one.
 
     ``staging`` has all that is pushed, one value behind another; None where each value has
     memory of its own.

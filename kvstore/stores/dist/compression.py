@@ -79,7 +79,7 @@ class Coding(StoreCoding):
         return any(self.layout(key) is not None for key in keys)
 
     def refuse_rows(self, keys: Iterable[Key]) -> None:
-        """Raise ``NotSupportedError`` if a rule is for any of these keys, whose rows are pushed."""
+        """Raise ``NotSupportedError`` if a rule is for keys that push rows."""
         for key in keys:
             if self.compression.rule_for(key, self._entries[key].spec).chain is not None:
                 raise NotSupportedError(rows_refused(key))

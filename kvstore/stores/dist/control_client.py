@@ -213,7 +213,7 @@ class Servers:
     def set_compression(
         self, plain: Sequence[Any], entries: Iterable[KeyEntry], coding: Coding | None
     ) -> Future[None]:
-        """Have all servers take values of these keys as ``coding`` has it; None: unchanged.
+        """Tell all servers the encoding of these keys; None: unchanged.
 
         ``plain`` are its rules. Nothing may be in flight on any worker; all servers are asked
         whether that is so before one of them changes anything.
@@ -234,7 +234,7 @@ class Servers:
     # -- optimizers --------------------------------------------------------------------
 
     def set_optimizer(self, plain: Sequence[Any], call: int) -> Future[None]:
-        """Carry it out if this rank decides; else have it compared with what that rank set.
+        """Set the optimizer if this rank decides, else have it compared.
 
         ``plain`` is the optimizer as ``to_plain`` gives it. All servers are asked before one
         of them changes anything: either all of them use it or none.
@@ -308,7 +308,7 @@ class Servers:
         read: Reader,
         wait: Callable[[Future[Any]], Any],
     ) -> None:
-        """Set states and counts of these keys, and values if there are any, to what it reads.
+        """Set states and counts (and values if any) of these keys.
 
         An empty frame stands for a master that it does not read: the servers make it.
         """
@@ -377,7 +377,7 @@ class Servers:
     def make_table(
         self, parts: Sequence[int], settings: Sequence[Any], optimizer: Sequence[Any]
     ) -> Future[Any]:
-        """Have each server make its share of a table, whose parts are these; or none of them.
+        """Create a table's share on each server, or none of them.
 
         ``optimizer`` is one as ``to_plain`` gives it, empty for none.
         """

@@ -54,7 +54,7 @@ class _Line:
         return [call for call in calls if not call[1].done()]
 
     def is_crossed(self) -> bool:
-        """Return whether anything is in flight of lists that have a key in common with this one."""
+        """Return whether calls are in flight for lists that share a key with it."""
         return bool(self.crossing) and any(
             other.calls and other.unfinished() for other in self.crossing
         )
@@ -198,7 +198,7 @@ class Operation:
 
 
 class Destination:
-    """The destination of a call's values: the first array of each key if it is suitable.
+    """The first suitable array of each key, into which a call's values go.
 
     An array is fit when its memory is the host's and contiguous, and its dtype the key's (an
     array of NumPy, a tensor of PyTorch). Else the values land in memory of our own, and
@@ -249,7 +249,7 @@ class Destination:
 
 
 def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterable[int]) -> bool:
-    """Return whether a value may land in memory that another of these sources is still sent from.
+    """Return whether a value may land in memory that is still being sent.
 
     A source and its own target may be the very same memory: a part's value comes only after
     that part has been applied.
@@ -272,7 +272,7 @@ def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterab
 
 
 def _owners(memories: Sequence[Bytes]) -> list[int] | None:
-    """Return the id of the array that owns each memory; None unless each is all of its owner's.
+    """Return the id of each memory's owner; None unless each is all of it.
 
     Memories with different owners cannot overlap. This costs a twentieth of comparing addresses.
     """

@@ -74,7 +74,10 @@ class Waiter:
         self._progress = progress_of(node)
 
     def check(self) -> None:
-        """Raise ``UsageError`` on threads that must not wait, before a call has any effect."""
+        """Raise ``UsageError`` on threads that must not wait.
+
+        It is called before a call has any effect.
+        """
         self._node.errands.check_process()
         if self._node.errands.is_io_thread:
             raise UsageError(

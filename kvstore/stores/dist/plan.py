@@ -166,7 +166,7 @@ def flat_bytes(array: np.ndarray[Any, Any]) -> Bytes:
 
 
 def flat_bytes_of(arrays: Sequence[np.ndarray[Any, Any]]) -> list[Bytes]:
-    """``flat_bytes`` of many NumPy arrays (no subclasses), at a third of the cost."""
+    """Return ``flat_bytes`` of many plain NumPy arrays, at a third of the cost."""
     return list(map(np.frombuffer, arrays, repeat(_BYTE)))
 
 
@@ -176,7 +176,7 @@ def views(group: Group | Coded, arrays: Sequence[Bytes]) -> list[Bytes]:
 
 
 def gather(group: Group | Coded, arrays: Sequence[Bytes], staging: Bytes) -> None:
-    """Copy the group's parts one after the other into ``staging``, which has their size."""
+    """Copy the group's parts one after the other into ``staging``."""
     pieces = views(group, arrays)
     if len(pieces) == 1:
         staging[:] = pieces[0]

@@ -103,7 +103,7 @@ class StoreProgress:
             self._waited_s += self._clock() - wait[0]
 
     def begin_long_wait(self, future: Future[Any]) -> Future[None]:
-        """Return the wait of the calling thread has lasted long, and has no limit of its own.
+        """Return the thread's wait if it has been long and has no limit.
 
         Returns what ends it: done when ``future`` is, or a ``DeadlockError`` before.
         """
@@ -179,7 +179,7 @@ _QUIET_LIBRARIES = frozenset({"tqdm", "zmq"})
 
 
 def others_may_act(waiting: Collection[int]) -> bool:
-    """Return whether a thread of this process may call a store, though these wait for futures."""
+    """Return whether a thread that does not wait may call a store."""
     frames = sys._current_frames()
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, frame in frames.items():

@@ -1,4 +1,4 @@
-"""``RowPages``: list, read and write the rows on servers page by page, outside of rounds.
+"""``RowPages``: list, read and write rows on servers page by page.
 
 Row-sparse keys and growing tables are asked in the same way; ``RowPlacement`` says which part has
 which rows. Blocking waits are those of the caller. Read next: ``server/rows.py``, which answers;
@@ -99,7 +99,9 @@ class RowPages:
     def read(
         self, ids: Ids, dtypes: Sequence[np.dtype[Any]], wait: Wait, *, with_states: bool
     ) -> tuple[Flags, list[RowValues]]:
-        """Return which of these different ids have rows, and arrays of rows: values, then states.
+        """Return which of these different ids have rows, and the rows' arrays.
+
+        The values come first, then the states.
 
         ``dtypes`` are those of the arrays. Rows that are not there are not set.
         """
@@ -147,7 +149,7 @@ class RowPages:
 def create_rows(
     ask: Ask, begin: Sequence[Any], entry: KeyEntry, value: RowSparseArray, step: int
 ) -> list[Future[Any]]:
-    """Make the parts of a row-sparse key, with these rows, ``step`` of them in a message.
+    """Create a row-sparse key's parts and rows, ``step`` rows in a message.
 
     ``begin`` are the number of the store and whether it is synchronous.
     """

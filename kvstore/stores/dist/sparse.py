@@ -48,7 +48,7 @@ class RowCalls:
     def prepare_push(
         self, groups: Mapping[Key, Sequence[Array]], priority: int
     ) -> Callable[[], Future[Any]]:
-        """Copy the sum of each key's arrays, of any kind; what this returns pushes them, once.
+        """Copy each key's sum; return a function that pushes the sums once.
 
         Raises what arrays and sizes give reason for, so that a call sends all of it or nothing.
         """

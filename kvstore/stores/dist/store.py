@@ -68,7 +68,7 @@ def create_dist(
     node: Postoffice | None = None,
     serve: Callable[[Config], int] | None = None,
 ) -> DistKVStore:
-    """Return a distributed store; ``canonical`` is the name of its behaviour, ``name`` as given.
+    """Return a distributed store of type ``canonical``; ``name`` is as given.
 
     Without ``node``, the process joins the cluster that its environment describes (DMLC_*);
     its stores share that node. A process whose DMLC_ROLE is server or scheduler runs ``serve``
@@ -431,7 +431,7 @@ class DistKVStore(DistWorkerCalls):
             )
 
     def _wait_for_values(self, *operations: Operation) -> None:
-        """Wait for a call that works in the caller's arrays; they are the caller's again then."""
+        """Wait for a call that uses the caller's arrays; then they are free again."""
         futures = [operation.future for operation in operations]
         try:
             self._wait(futures[0] if len(futures) == 1 else gather(futures))

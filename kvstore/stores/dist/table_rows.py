@@ -29,7 +29,7 @@ class ServerRows(TableHome):
     """One table on the servers."""
 
     def __init__(self, pages: RowPages, wait: Wait, most_bytes: int) -> None:
-        """A message has at most ``most_bytes``."""
+        """Limit messages to ``most_bytes``."""
         self.title = pages.home.title
         self.most_bytes = most_bytes
         self._pages = pages

@@ -104,7 +104,10 @@ class DistTables(StoreTables["DistTable"]):
             )
 
     def parts_of(self, call: int) -> range:
-        """The parts of a table by the number of the call that made it: one for each server."""
+        """Return a table's parts by the number of the call that created it.
+
+        There is one for each server.
+        """
         first = FIRST_PART + (self.servers.number * _MOST_CALLS + call) * self.num_shares
         return range(first, first + self.num_shares)
 
@@ -160,7 +163,7 @@ class DistTable(Table):
         return _summed([_statistics_in(reply.body) for reply in replies])
 
     def __repr__(self) -> str:
-        """``<table 'user': rows of 32 float32 on 2 servers>``; never raises."""
+        """Return ``<table 'user': rows of 32 float32 on 2 servers>``; never raise."""
         rows = "closed" if self._is_closed else "rows"
         return (
             f"<table {self.name!r}: {rows} of {self.dim} {self.dtype} on {len(self.parts)} servers>"

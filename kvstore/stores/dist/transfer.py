@@ -88,7 +88,10 @@ class DenseExchange:
         self.message_bytes = message_bytes(node.config, by_tcp=not node.nearby.is_on_one_machine)
 
     def name_of(self, part: int) -> str | None:
-        """Return the key or table that a part belongs to, for reports (``pslite/node/data.py``)."""
+        """Return the key or table of a part, for reports.
+
+        ``pslite/node/data.py`` uses it.
+        """
         for title, parts in list(self.tables.items()):
             if part in parts:
                 return title
@@ -166,7 +169,9 @@ class DenseExchange:
         versions: dict[int, int] | None = None,
         coding: Coding | None = None,
     ) -> Operation:
-        """Push ``sources``, pull into ``targets``, or both; ``copy`` frees the sources at once.
+        """Push ``sources``, pull into ``targets``, or both.
+
+        ``copy`` frees the sources at once.
 
         Else they must stay unchanged until the operation is over, which keeps them. Both have
         the flat memory of each key's value, or of what ``coding`` has made of it to be pushed.
@@ -212,7 +217,7 @@ class DenseExchange:
         pulls: bool,
         nbytes: int | None = None,
     ) -> None:
-        """Send an operation for these keys, after all that was said before; and count its bytes.
+        """Send an operation for these keys after all earlier ones, and count it.
 
         ``coding`` is what was in use when it was made; ``nbytes`` where they are not those of the
         keys' whole values. Raises ``UsageError`` while the encoding changes.
@@ -313,7 +318,7 @@ class DenseExchange:
             raise
 
     def _look_at(self, batch: CallBatch, count: int, look: int) -> None:
-        """Send a batch that does not grow any more; it had ``count`` calls. On the I/O thread."""
+        """Send a batch that no longer grows from ``count`` calls (I/O thread)."""
         now = len(batch.calls)
         if batch is not self._batch or now == count or look == _MAX_LOOKS:
             self._take(batch)

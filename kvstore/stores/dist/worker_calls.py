@@ -82,7 +82,9 @@ class DistWorkerCalls(DistControl):
         return found
 
     def broadcast_object(self, value: object = None, root: int = 0) -> Any:
-        """Return the object of worker ``root`` on all of them; the others' is not looked at.
+        """Return the object of worker ``root`` on all workers.
+
+        The objects of the others are ignored.
 
         It may hold None, bools, numbers, texts, bytes, arrays, and lists, tuples, sets and dicts of
         them; arrays of all libraries arrive as NumPy's. It is not pickled.

@@ -43,7 +43,7 @@ _base = attrgetter("base")
 
 
 def are_apart(writes: Sequence[Arrays], reads: Sequence[Arrays] = ()) -> bool:
-    """Whether no array of ``writes`` shares memory with another of them, or with one of ``reads``.
+    """Return whether ``writes`` share no memory with each other or ``reads``.
 
     Both have a row of arrays for each key. One that stands in the same key's rows of both, or
     whose twin with the same memory and layout does, is not a conflict: each of its elements is
@@ -80,7 +80,7 @@ def _have_disjoint_addresses(writes: Sequence[Arrays], reads: Sequence[Arrays]) 
 
 
 def _ranges(rows: Sequence[Arrays]) -> Iterable[tuple[int, int, int, np.ndarray[Any, Any]]]:
-    """(first address, address behind the last, row, array) of every array that is not empty."""
+    """Return (first address, end address, row, array) of non-empty arrays."""
     for number, row in enumerate(rows):
         for array in row:
             if array.size:
@@ -137,7 +137,7 @@ class Blocks:
     # -- what callers pass -------------------------------------------------------------
 
     def plain_rows(self, values: object, *, are_written: bool) -> list[Row] | None:
-        """The rows of a call, if they are NumPy's arrays of the keys' very shapes and dtypes.
+        """Return a call's rows if they are NumPy arrays that match the keys.
 
         None for everything else, be it right or wrong: then the checks of ``KeyTable`` decide.
         ``values`` is parallel to the keys; its items are arrays or lists of arrays.
@@ -218,7 +218,7 @@ class Blocks:
     # -- updates -----------------------------------------------------------------------
 
     def _begin(self, optimizer: Optimizer | None) -> Sequence[Optimizer | None]:
-        """Make missing states, and count the update and the push; return each key's optimizer."""
+        """Create missing states, count the update, return each key's optimizer."""
         if optimizer is not None:
             if optimizer is not self._optimizer:
                 self._variants = [
@@ -239,7 +239,7 @@ class Blocks:
         of_tasks: Sequence[Sequence[StoredKey]],
         optimizer: Optimizer | None,
     ) -> None:
-        """Raise the first task's error, after the counts of what was not done were put back."""
+        """Raise the first task's error, after undoing the counts of the rest."""
         if failure is None:
             return
         begun = {

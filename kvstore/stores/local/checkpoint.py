@@ -48,7 +48,7 @@ def pieces_of(entries: Iterable[StoredKey], optimizer: Optimizer | None) -> Iter
 
 
 def take(values: LocalValues, saved: SavedStates) -> None:
-    """Take over everything that a file or a checkpoint has; keys that are not there are made.
+    """Load everything from a file or checkpoint; create missing keys.
 
     Raises what ``saved.check`` does, before anything has changed.
     """

@@ -79,7 +79,7 @@ class LocalCoding(StoreCoding):
         return any(rule.pull is not None for rule in self.compression.rules)
 
     def pulled(self, key: Key, weight: Array) -> np.ndarray[Any, Any] | None:
-        """Return a dense key's value as it comes back: a new array on the host; None: as it is.
+        """Return a dense key's value as a pull decodes it; None: unchanged.
 
         Raises ``ArgumentValueError`` for numbers that the codec cannot carry.
         """

@@ -47,7 +47,7 @@ class KernelCall(NamedTuple):
 
 
 def kernel_for(dtype: np.dtype[Any], num_copies: int, optimizer: Optimizer | None) -> Kernel | None:
-    """Return the kernel that adds and updates keys of ``dtype``; None if there is none.
+    """Return the kernel that adds and updates keys of ``dtype``, or None.
 
     There is one for sums of floats and integers, and for plain SGD on floats (of float16, on
     their masters), of up to ``MOST_COPIES`` values. bool, complex and bfloat16 have none, nor has
@@ -79,7 +79,7 @@ def numbers_of(optimizer: Optimizer | None, count: int) -> KernelParameters:
 def jobs_of(
     entries: Sequence[StoredKey], num_copies: Sequence[int], optimizer: Optimizer | None
 ) -> tuple[list[KernelCall], list[int]]:
-    """Return the jobs of one update of these keys, and the positions of those that cannot be fused.
+    """Return the jobs of one update, and the positions of unsuitable keys.
 
     The keys live on one GPU, each with a number of copies to add. Keys whose optimizers or
     counts differ (multipliers, a schedule, a key that came later) are in different jobs.
@@ -114,7 +114,9 @@ Work = Sequence[tuple[StoredKey, Sequence[Array]]]
 
 
 class DeviceKVStore(LocalKVStore):
-    """A store of one process that adds and updates on the key's device. See ``KVStore``.
+    """A store of one process that updates on the key's device.
+
+    See ``KVStore``.
 
     ``pull`` without ``out`` returns an array on that device.
     """
@@ -222,7 +224,7 @@ def _by_home(work: Work) -> Iterable[tuple[Context, Work]]:
 
 
 def _fill_together(home: Context, work: Work) -> list[tuple[StoredKey, Sequence[Array]]]:
-    """Copy the values of these keys to all arrays at a time that are fit for it; the rest.
+    """Copy values to all suitable arrays at once, and return the rest.
 
     Fit are contiguous arrays on GPUs of the key's dtype. If some of them overlap, or may, all
     are the rest: of two keys for one array the later one must win.

@@ -89,7 +89,7 @@ class StoredKey:
         return self.spec.nbytes if self.table is None else self.table.nbytes
 
     def set_weight(self, weight: Array) -> None:
-        """Replace the value by an array that becomes the store's, or is copied to the shelf."""
+        """Set the value to an array that the store owns or copies to its memory."""
         if self.shelf is None:
             self.weight = weight
         else:

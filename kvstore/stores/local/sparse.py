@@ -111,7 +111,7 @@ def _apply_on_device(entry: StoredKey, total: Sum, optimizer: Optimizer | None, 
 
 
 def apply_updater(updater: UpdateFunction, entry: StoredKey, arrays: Sequence[Array]) -> None:
-    """Let the caller's function change a copy, so that one that raises changes nothing.
+    """Apply the caller's function to a copy, so that an error changes nothing.
 
     It gets the sum as a ``RowSparseArray``; of a row-sparse key the same rows of the stored value
     as another one, of a dense key the whole array.
@@ -135,7 +135,7 @@ def apply_updater(updater: UpdateFunction, entry: StoredKey, arrays: Sequence[Ar
 
 
 def fill(entry: StoredKey, outs: Sequence[Array]) -> None:
-    """Write the value into arrays: all of it into dense ones, the rows there are into others."""
+    """Write the value to arrays: all to dense ones, existing rows to others."""
     for out in outs:
         if isinstance(out, RowSparseArray):
             rows = value_of(entry)
@@ -182,12 +182,15 @@ def size_of(array: Array) -> int:
 
 
 def _by_rows(array: Array, spec: KeySpec) -> Array:
-    """Return an array of the key's elements with a row in each row, sharing its memory."""
+    """Return an array of the key's elements by rows, sharing its memory."""
     return array.reshape(spec.shape[0], width_of(spec.shape))
 
 
 def _read(entry: StoredKey, ids: Ids, out: RowValues | None) -> RowValues:
-    """Copies of rows, on the host: in ``out``, contiguous and of the key's dtype, or new."""
+    """Return copies of rows on the host, in ``out`` or new.
+
+    ``out`` is contiguous and of the key's dtype.
+    """
     if entry.table is not None:
         return entry.table.read(ids, out)
     weight = _by_rows(entry.weight, entry.spec)

@@ -51,7 +51,10 @@ T = TypeVar("T")
 
 
 class LocalKVStore(KVStore):
-    """A store of one process that adds and updates on the CPU. See ``KVStore`` for each call."""
+    """A store of one process that adds and updates on the CPU.
+
+    See ``KVStore`` for each call.
+    """
 
     def __init__(self, name: str = "local", values: LocalValues | None = None) -> None:
         """``values``: where they live, if not on the host."""
@@ -181,7 +184,10 @@ class LocalKVStore(KVStore):
             return self._values.optimizer
 
     def _check_value(self) -> None:
-        """Raise ``NotSupportedError`` where the optimizer is code: it is not in a checkpoint."""
+        """Raise ``NotSupportedError`` if the optimizer is code.
+
+        Checkpoints cannot hold it.
+        """
         updater = self._values.updater
         if isinstance(updater, Updater):
             check_travels(updater.optimizer)

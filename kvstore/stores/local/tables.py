@@ -70,7 +70,7 @@ class LocalTable(Table):
             return self._share.statistics()
 
     def __repr__(self) -> str:
-        """``<table 'user': 12 rows of 32 float32>``; never raises."""
+        """Return ``<table 'user': 12 rows of 32 float32>``; never raise."""
         rows = "closed" if self._is_closed else f"{len(self._share.index)} rows"
         return f"<{self.title}: {rows} of {self.dim} {self.dtype}>"
 

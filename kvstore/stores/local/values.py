@@ -31,7 +31,7 @@ MOST_LISTS = 1000
 
 
 class KeyArrays(NamedTuple):
-    """The keys of a call, each once, and for each the arrays that are pushed or filled."""
+    """The keys of a call, each once, with their arrays to push or fill."""
 
     keys: tuple[Key, ...]
     rows: Sequence[Sequence[Array]]
@@ -42,7 +42,10 @@ class KeyArrays(NamedTuple):
 
 
 class RowReader:
-    """Converts the arguments of a call into ``KeyArrays``, without changes to the store."""
+    """Converter of a call's arguments into ``KeyArrays``.
+
+    It does not change the store.
+    """
 
     def __init__(self, table: KeyTable, entries: Mapping[Key, StoredKey]) -> None:
         self._table = table
@@ -173,7 +176,7 @@ class LocalValues:
     # -- what updates them -------------------------------------------------------------
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Update by ``optimizer`` from now on; what can be kept of each key's state is kept."""
+        """Set the optimizer of later updates; keep what state is compatible."""
         updated = [entry for entry in self.entries.values() if entry.state is not None]
         taken = [self._taken_over(entry, optimizer) for entry in updated]
         for entry, (state, count) in zip(updated, taken, strict=True):
@@ -294,7 +297,7 @@ class LocalValues:
     # -- in ----------------------------------------------------------------------------
 
     def _merge(self, pushed: KeyArrays, outs: Sequence[Row] | None = None) -> None:
-        """Add up and update; ``outs``, of the same keys and plain as well, get the new values."""
+        """Add and update; ``outs``, plain and of the same keys, get new values."""
         entries = [self.entries[key] for key in pushed.keys]
         sparse = [self.entries[key] for key, _ in pushed.sparse]
         if self.optimizer is not None:
@@ -348,7 +351,7 @@ class LocalValues:
     def _apply_updater(
         self, updater: UpdateFunction, entry: StoredKey, arrays: Sequence[Array]
     ) -> None:
-        """Let the caller's function change a copy, so that one that raises changes nothing."""
+        """Apply the caller's function to a copy, so that an error changes nothing."""
         adapter = adapter_on(entry.home)
         received = adapter.sum_in_order(arrays, entry.home, entry.spec.dtype)
         local = adapter.copy(entry.weight)
@@ -408,7 +411,7 @@ class LocalValues:
 
 
 def _memory(out: Array) -> HostArray | None:
-    """The memory of an array of any library to write values to, flat; None if there is none."""
+    """Return an array's flat memory for writing, or None."""
     adapter = adapter_for(out)
     memory = adapter.memory(out)
     return None if memory is None else memory.view(adapter.dtype(out))

@@ -1,4 +1,4 @@
-"""``AcceptedConnections``: the connections of a listening socket, from libzmq's events. Pure.
+"""``AcceptedConnections``: a listener's connections, from libzmq's events.
 
 libzmq names an accepted connection in two ways that it never joins: messages come under a
 routing id, and the monitor tells that a file descriptor was accepted or closed. A message also
@@ -106,7 +106,7 @@ class _Connection:
 
 
 class AcceptedConnections:
-    """Joins routing ids and descriptors into ``Connected`` and ``Disconnected`` of uids.
+    """A translator from routing ids and descriptors to connected uids.
 
     An end is told ``settle_s`` after it was heard of, and at the latest ``overdue_s`` later where
     further connections go on: their last messages may still come.

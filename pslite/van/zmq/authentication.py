@@ -71,7 +71,7 @@ def answer(
 
 
 class ZapDoor:
-    """The ZAP socket. ``denied`` is called with the address of each rejected connection."""
+    """The ZAP socket; it calls ``denied`` with each rejected address."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], credentials: Credentials, denied: Callable[[str], None]
@@ -104,7 +104,7 @@ class ZapDoor:
 
 
 class Doors:
-    """The options by which the two ends of a connection prove that they know the job's key."""
+    """Socket options by which both ends of a connection prove the job's key."""
 
     def __init__(self, mechanism: Mechanism | None, uid: str) -> None:
         self.uid = uid

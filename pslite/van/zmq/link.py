@@ -1,4 +1,4 @@
-"""``Link``: the connecting end of the van over TCP, with a new DEALER for each attempt.
+"""``Link``: the connecting end over TCP, with a new DEALER each time.
 
 Keeps trying until it is closed, except where waiting does not help: the other end says that the
 key is another one, or uses another mechanism. Under CURVE another key shows only by the other
@@ -38,7 +38,7 @@ LARGE_FRAME_BYTES = zmq.COPY_THRESHOLD
 
 
 class Attempts:
-    """The timing of attempts to connect: their limits and the waits between them. Pure.
+    """The timing of attempts to connect: limits and pauses. Pure.
 
     The kernel repeats a SYN that was lost after 1, 3 and 7 s (before Linux 6.5, or without
     ``net.ipv4.tcp_syn_linear_timeouts``), so one attempt alone may say nothing for 4 s though the
@@ -64,7 +64,7 @@ class Attempts:
 
 
 class Link:
-    """The connection to one peer: its socket, or the messages that wait for the next one."""
+    """The connection to one peer: its socket, or the waiting messages."""
 
     def __init__(self, peer: str, address: tuple[str, int], needs: LinkNeeds) -> None:
         self.connected = False

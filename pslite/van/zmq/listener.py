@@ -1,4 +1,4 @@
-"""``Listener``: the accepting end of the van over TCP, a ROUTER with its connections.
+"""``Listener``: the accepting end of the van over TCP, a ROUTER socket.
 
 The messages of a connection come out under the uid of the van that opened it
 (``accepted.py``). Where the job has a key, libzmq asks ``ZapDoor`` before it lets anybody

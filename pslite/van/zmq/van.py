@@ -1,4 +1,4 @@
-"""The van over TCP: one ROUTER for peers that connect, a DEALER for each connection of ours.
+"""The van over TCP: a ROUTER for peers, a DEALER for each own connection.
 
 It keeps the contract of ``base.py`` and may not know what the frames mean. Everything runs
 on the owner's thread but ``wake``; libzmq adds one I/O thread a van, which also answers

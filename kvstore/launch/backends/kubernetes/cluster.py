@@ -80,7 +80,7 @@ def delete_job(context: str | None, namespace: str, selector: str) -> None:
 
 
 class KubeCluster:
-    """One namespace of a cluster, reached by an ``ApiClient``. Calls raise :class:`ClusterError`.
+    """One namespace of a cluster. Calls raise :class:`ClusterError`.
 
     ``context`` is the name of what the configuration calls so; None within a pod.
     """

@@ -108,7 +108,9 @@ def untimed(lines: Iterable[bytes], known: bytes, last: bytes) -> tuple[list[byt
 
 
 class JobPlace(Place):
-    """Where all processes of one job run. Closing it deletes the job, unless it was lost sight of.
+    """The place of all processes of a job; closing it deletes the job.
+
+    It does not delete a job that it has lost sight of.
 
     ``shown_logs`` is the logs' place for the line that all have joined, None for no such line.
     """
@@ -203,7 +205,7 @@ class JobPlace(Place):
             log.close()
 
     def close(self) -> None:
-        """Delete everything that carries the job's id; a silent cluster is asked for a while."""
+        """Delete everything labelled with the job's id, and retry for a while."""
         self._threads.end()
         until_s = time.monotonic() + self._patience.delete_s
         with SignalPipe() as signals:
@@ -235,7 +237,7 @@ class JobPlace(Place):
     # -- other threads ------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the Jobs and then at their pods, again and again; delete them when told so."""
+        """Poll the Jobs and their pods until told to delete them."""
         while not self._threads.is_over.is_set():
             self._delete()
             self._look_once()

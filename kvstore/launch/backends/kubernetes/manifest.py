@@ -50,7 +50,7 @@ _UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["A
 
 @dataclass(frozen=True)
 class KubeJob:
-    """One job's names. ``key`` is the secret itself; ``namespace`` None is that of the context."""
+    """The names of one job, and its ``key``; ``namespace`` None: the context's."""
 
     job_id: str
     name: str

@@ -65,7 +65,10 @@ class Patience:
 
 
 class Obstacle(NamedTuple):
-    """Why a pod has not started. Not ``is_trouble``: the cluster only lacks room or time."""
+    """The reason why a pod has not started; ``is_trouble`` if waiting fails.
+
+    Otherwise the cluster only lacks room or time.
+    """
 
     sentence: str
     is_trouble: bool = True
@@ -77,7 +80,7 @@ class Obstacle(NamedTuple):
 
 
 class PodExit(NamedTuple):
-    """How a pod's process ended: ``status`` as in ``lifecycle.Exit``, and what is known of why.
+    """The end of a pod's process: ``status`` as in ``lifecycle.Exit``, and why.
 
     ``at`` is the time on the node's clock, as text that sorts; empty where it is not known.
     ``is_removal``: Kubernetes ended it by removing its pod.
@@ -90,7 +93,7 @@ class PodExit(NamedTuple):
 
 
 class Pod(NamedTuple):
-    """One pod of the job. ``leaving`` says why Kubernetes is about to remove it; "": it is not."""
+    """One pod; ``leaving`` says why Kubernetes is removing it, or is empty."""
 
     name: str
     uid: str
@@ -326,7 +329,9 @@ class JobWatch:
     # -- inner parts --------------------------------------------------------------------------
 
     def _note_endings(self, seen: Mapping[int, Pod], jobs: Objects) -> list[Event]:
-        """Take in who has ended: an event for each moment, by the nodes' clocks in whole seconds.
+        """Record the processes that ended, one event for each second.
+
+        The times are those of the nodes' clocks.
 
         Several ends between two looks are told apart by these.
         """

@@ -59,7 +59,9 @@ def run(
     service_command: Sequence[str],
     timing: Timing,
 ) -> int:
-    """Do what ``options`` ask for and return the exit code. Must be called on the main thread.
+    """Run the launcher with ``options`` and return the exit code.
+
+    Must be called on the main thread.
 
     ``service_command`` and ``timing`` are those of processes on this machine and mean nothing
     for pods. Raises :class:`LaunchError` when nothing could be started.
