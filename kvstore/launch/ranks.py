@@ -1,4 +1,4 @@
-"""Which rank a process is, by the variables of what has started it: torchrun, mpiexec, srun.
+"""The rank of a process, from the variables of torchrun, mpiexec or srun.
 
 For layers on frameworks whose scripts do not say it themselves. Pure, but for the environment.
 """
@@ -58,7 +58,7 @@ def rank_of(environ: Mapping[str, str]) -> MpiRank | None:
 
 
 class RankOfProcess(NamedTuple):
-    """One of ``size`` processes that were started together, and what it was told about it."""
+    """One of ``size`` processes that were started together."""
 
     rank: int
     size: int
@@ -66,7 +66,7 @@ class RankOfProcess(NamedTuple):
 
 
 def rank_of_process(environ: Mapping[str, str] = os.environ) -> RankOfProcess:
-    """Return the rank that the environment gives this process; rank 0 of 1 where it gives none.
+    """Return this process's rank from the environment; rank 0 of 1 if unset.
 
     Raises ``ConfigError`` for numbers that contradict each other.
     """

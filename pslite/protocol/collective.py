@@ -135,7 +135,7 @@ class _OpenCall(Generic[T]):
 
 
 class LeadersStep(NamedTuple):
-    """The part of a call that is left when the ranks of each machine have met in shared memory."""
+    """The rest of a call after the ranks of each machine have met locally."""
 
     leaders: tuple[int, ...]
     """The workers that send, one for each machine."""

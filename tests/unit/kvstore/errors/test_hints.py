@@ -105,7 +105,8 @@ def test_the_page_of_migration_lists_these_names_with_these_sentences() -> None:
 
 
 def test_the_page_of_migration_lists_the_parameters_that_are_not_taken() -> None:
-    table = PAGE[PAGE.index("| parameter | instead |") : PAGE.index("`multi_precision` is accepted")]
+    begin = PAGE.index("| parameter | instead |")
+    table = PAGE[begin : PAGE.index("`multi_precision` is accepted")]
     assert listed(table) == {name: sentence(text) for name, text in NOT_TAKEN.items()}
 
 
