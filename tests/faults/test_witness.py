@@ -26,8 +26,8 @@ from tests.faults import witness
 SEEDS = 2000
 BLOCK = 25
 # A mistake in the protocol shows within a few blocks (planted_bugs.py runs the first alone).
-ALWAYS = 150
-slow = pytest.mark.slow(reason="2,000 clusters take minutes; 150 of them run always")
+ALWAYS = 75
+slow = pytest.mark.slow(reason="2,000 clusters take minutes; 75 of them run always")
 
 
 @pytest.mark.parametrize(

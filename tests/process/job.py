@@ -122,10 +122,14 @@ def free_port() -> int:
 _RESERVED: list[socket.socket] = []
 
 
+_AT_FIRST = dict(os.environ)
+"""What libraries add is left out: PyTorch sets a variable when it has made its first optimizer."""
+
+
 def clean_environment() -> dict[str, str]:
-    """This process's environment without any settings of the project."""
+    """This process's environment at first, without any settings of the project."""
     prefixes = ("DMLC_", "PS_", "KVSTORE_", "MXNET_")
-    environment = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
+    environment = {name: text for name, text in _AT_FIRST.items() if not name.startswith(prefixes)}
     environment.update(PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1", OPENBLAS_NUM_THREADS="1")
     return environment
 

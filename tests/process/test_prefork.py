@@ -69,6 +69,15 @@ def test_a_process_of_pytorch_is_a_fork_that_has_imported_it_unless_that_reads_i
     assert [plain.text, changed.text] == ["True\n", "False\n"]
 
 
+def test_what_a_library_adds_to_the_environment_of_the_tests_makes_no_new_process(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
+    job = make_job(1, 1)
+    process = job.start("worker", 0, ("-c", "import sys; print('numpy' in sys.modules)"))
+    assert (process.wait(), process.text) == (0, "True\n")
+
+
 def test_a_forked_process_that_is_killed_ends_with_its_signal(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     process = job.start("worker", 0, ("-c", "print('here'); import time; time.sleep(60)"))

@@ -11,7 +11,7 @@ NUM_WORKERS = 3
 
 TRAIN = """
 import hashlib, random
-STEPS, WORKERS = 12, 3
+STEPS, WORKERS = 8, 3
 SHAPES = {"dense": (120, 33), "bias": (33,), "large": (70_000,), "one": ()}
 kv = mx.kvstore.create(sys.argv[1])
 draw = np.random.default_rng(100)
@@ -54,7 +54,7 @@ def test_three_workers_give_the_bits_of_three_local_devices_on_any_servers_compi
     alone.worker(None, TRAIN, arguments=["local"])
     jobs = []
     # Where nothing is compiled, KVSTORE_NATIVE changes nothing.
-    for num_servers, native in (1, "1"), (2, "0"), (3, "1"), (2, "1"):
+    for num_servers, native in (1, "1"), (2, "0"), (3, "1"):
         # Small chunks, so that the large key lies on all servers.
         settings = {"PS_CHUNK_BYTES": "65536", "KVSTORE_NATIVE": native}
         job = make_job(NUM_WORKERS, num_servers, **settings)
@@ -66,6 +66,6 @@ def test_three_workers_give_the_bits_of_three_local_devices_on_any_servers_compi
     for job in alone, *jobs:
         assert set(job.wait_all(30)) == {0}, job.output()
         printed += [line for process in job.processes for line in process.lines]
-    assert len(printed) == 5
+    assert len(printed) == 4
     assert len(set(printed)) == 1
     assert printed[0].startswith("sha256 ")
