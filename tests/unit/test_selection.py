@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import shlex
 import shutil
@@ -85,6 +86,15 @@ def test_both_targets_look_at_the_same_files() -> None:
         "--ignore=tests/gpu",
         "--ignore=tests/launchers",
     ]
+
+
+def test_no_folder_of_tests_is_left_out_for_its_name(pytestconfig: pytest.Config) -> None:
+    """The default of pytest leaves out every folder named ``dist`` or ``build``."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {file.parent for file in (ROOT / "tests").rglob("test_*.py")}
+    names = {part for folder in folders for part in folder.relative_to(ROOT).parts}
+    assert "dist" in names
+    assert [name for name in names for each in left_out if fnmatch.fnmatch(name, each)] == []
 
 
 @pytest.mark.parametrize("folder", ["gpu", "launchers"])

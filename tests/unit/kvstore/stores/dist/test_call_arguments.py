@@ -14,6 +14,7 @@ import kvstore as mx
 from kvstore.arrays import dtypes
 from kvstore.arrays.context import Context
 from kvstore.arrays.keys import KeySpec
+from kvstore.arrays.pending import begin
 from kvstore.errors import UnknownKeyError
 from kvstore.stores.arguments import ByKeys, KeyList, KeyTable
 from kvstore.stores.dist import arguments as calls
@@ -103,10 +104,10 @@ def test_ndarrays_are_recognised_by_what_they_wrap_and_waited_for() -> None:
         waited.append("waited")
         future.set_result(None)
 
-    array._begin_write(arrives, wait)
+    begin(arrives, [array._uses], (), wait)
     values.memory_to_send(sums_on_host)
     assert waited == ["waited"]
-    array._begin_read(Future(), wait)
+    begin(Future(), (), [array._uses], wait)
     values.landing()
     assert waited == ["waited"] * 2
 
