@@ -303,6 +303,15 @@ def test_pytorch_with_the_store_as_an_all_reduce_reads_digits(make_job: MakeJob)
     assert float(accuracies[0]) >= 0.97
 
 
+@slow
+@needs_torch
+def test_pytorch_with_the_optimizer_on_the_servers_reads_digits(make_job: MakeJob) -> None:
+    lines = launch(make_job, "examples/pytorch/server_optimizer.py")
+    accuracies = [lines[rank][-1].partition(f"worker {rank} of 2: accuracy ")[2] for rank in (0, 1)]
+    assert accuracies[0] == accuracies[1]
+    assert float(accuracies[0]) >= 0.97
+
+
 def check_accuracy(line: str) -> None:
     share = re.fullmatch(r"test accuracy (0\.\d+) on 2 ranks", line)
     assert share is not None, line
