@@ -18,11 +18,18 @@ import subprocess
 import sys
 import tempfile
 
-from tests.planted import arithmetic, collective, runtime, stores, structure
+from tests.planted import arithmetic, collective, optimizers, runtime, stores, structure
 from tests.planted.bug import Bug
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-BUGS = [*runtime.BUGS, *collective.BUGS, *stores.BUGS, *arithmetic.BUGS, *structure.BUGS]
+BUGS = [
+    *runtime.BUGS,
+    *collective.BUGS,
+    *stores.BUGS,
+    *arithmetic.BUGS,
+    *optimizers.BUGS,
+    *structure.BUGS,
+]
 
 
 def plant_and_test(bug: Bug) -> tuple[bool, str]:

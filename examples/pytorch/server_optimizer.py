@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "image_classificati
 if __name__ == "__main__" and importlib.util.find_spec("torch") is None:
     sys.exit("server_optimizer: PyTorch is missing; install it: pip install torch")
 
+import kvstore.torch as kvt
 import mnist
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import kvstore as mx
-import kvstore.torch as kvt
 
 BATCH = 32
 
