@@ -8,6 +8,9 @@ _MATCHING = "tests/unit/pslite/protocol/test_collective_matching.py"
 _MAILBOX = "tests/unit/pslite/protocol/test_mailbox_rules.py"
 _CALLS = "tests/inproc/test_collective.py"
 _MACHINES = "tests/inproc/test_collective_machines.py"
+_AGAIN = (
+    "tests/process/test_torch_jobs.py::test_a_group_is_made_again_and_again_in_a_store_that_stays"
+)
 
 BUGS = [
     Bug(
@@ -86,6 +89,20 @@ BUGS = [
         "left = [rank for rank, has_failed in sorted(given_up.items()) if not has_failed]",
         "left = sorted(given_up)",
         "tests/unit/pslite/collective/test_shared_memory_driver.py",
+    ),
+    Bug(
+        "a group that is made again in torch's store finds what the first one wrote there",
+        "kvstore/frameworks/torch/cluster.py",
+        """PrefixStore(f"kvstore/{store.add(f'kvstore/joined/{rank}', 1)}", store)""",
+        'PrefixStore("kvstore", store)',
+        _AGAIN,
+    ),
+    Bug(
+        "a part of a torch group whose ranks differ from rank to rank is made",
+        "kvstore/frameworks/torch/process_group.py",
+        "if ranks != members:",
+        "if len(ranks) != len(members):",
+        _AGAIN,
     ),
     Bug(
         "an average divides by the ranks that have not joined",

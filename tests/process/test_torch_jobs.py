@@ -90,42 +90,93 @@ else:
     ]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_in_backward_is_named_on_the_others(
-    make_job: MakeJob, victim: int
+def test_a_group_is_made_again_and_again_in_a_store_that_stays(
+    make_job: MakeJob, tmp_path: Path
 ) -> None:
-    """Also rank 0, whose servers live long enough to say so."""
+    """As torchrun's does. In the end ranks 1 and 2 make groups in another order than rank 0."""
+    job = make_job(3)
+    ranks = start_ranks(
+        job,
+        f"""
+store = dist.FileStore({str(tmp_path / "store")!r}, size)
+for turn in range(2):
+    dist.init_process_group("kvstore", store=store, rank=rank, world_size=size)
+    parts = dist.new_group([1, 2] if turn else [0, 1]), dist.new_group([0, 2])
+    print([summed(1, group=part) for part in parts if isinstance(part, dist.ProcessGroup)])
+    if rank != turn:
+        dist.destroy_process_group(parts[turn])
+    dist.destroy_process_group()
+dist.init_process_group("kvstore", store=store, rank=rank, world_size=size)
+members = [[0, 1], [0, 2]]
+if rank == 0:
+    made = [*map(dist.new_group, members)]
+dist.barrier()
+if rank:
+    made = [*map(dist.new_group, reversed(members))]
+""",
+    )
+    assert job.wait_all(LIMIT_S) == [0, 1, 1], job.output()
+    assert [rank.lines[:2] for rank in ranks] == [
+        ["[[2], [2]]", "[[2]]"],
+        ["[[2]]", "[[2]]"],
+        ["[[2]]", "[[2], [2]]"],
+    ]
+    for rank, here in ((1, [0, 1]), (2, [0, 2])):
+        there = [0, 3 - rank]
+        assert (
+            "MismatchError: all ranks must call new_group for the same ranks in the same order: "
+            f"the group named '{3 - rank}' is {there} on rank 0 and {here} on rank {rank}"
+        ) in ranks[rank].text
+
+
+@pytest.mark.parametrize("victim", [0, 1, "server"])
+def test_a_rank_that_is_killed_in_backward_is_named_on_the_others(
+    make_job: MakeJob, victim: int | str
+) -> None:
+    """Within a second; also rank 0, whose servers live long enough to say so, and a server."""
     job = make_job(2)
     ranks = start_ranks(
         job,
         DDP
         + f"""
+from pslite.ids import Role, node_id
 class Killed(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
         return x.clone()
     @staticmethod
     def backward(context, gradient):
-        os.kill(os.getpid(), signal.SIGKILL)
+        server = dist.group.WORLD.cluster.node.membership.node(node_id(Role.SERVER, 0))
+        print("killed at", time.time(), server.pid, flush=True)
+        os.kill(server.pid if {victim!r} == "server" else os.getpid(), signal.SIGKILL)
+        return gradient
 dist.init_process_group("kvstore")
 net = model()
 ddp = torch.nn.parallel.DistributedDataParallel(net)
 train(ddp, slice(8 * rank, 8 * rank + 8), steps=2)
-if rank == {victim}:
+if rank == {0 if victim == "server" else victim}:
     ddp(Killed.apply(torch.ones(1, 6, requires_grad=True))).sum().backward()
 try:
-    train(ddp, slice(0, 8))
+    train(ddp, slice(0, 8), steps=100_000)
 except RuntimeError as error:
-    print("told:", error)
+    print("told", time.time(), error)
     raise SystemExit(3)
 """,
     )
     codes = [rank.wait(LIMIT_S) for rank in ranks]
-    assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] == 3, job.output()
-    text = ranks[1 - victim].text
-    lost = rf"worker {victim} \(pid {ranks[victim].pid} on \S+\) is lost: its process is gone"
-    assert re.search(f"told: .*{lost}", text), job.output()
+    killer = ranks[0 if victim == "server" else int(victim)]
+    killed = re.search(r"killed at (\S+) (\d+)", killer.text)
+    assert killed is not None, job.output()
+    name, pid = ("server 0", killed[2]) if victim == "server" else (f"worker {victim}", killer.pid)
+    for rank, code in zip(ranks, codes, strict=True):
+        if victim != "server" and rank is killer:
+            assert code == -signal.SIGKILL
+            continue
+        assert code == 3, job.output()
+        lost = rf"{name} \(pid {pid} on \S+\) is lost: its process is gone"
+        told = re.search(rf"told (\S+) .*{lost}", rank.text)
+        assert told is not None, job.output()
+        assert float(told[1]) - float(killed[1]) < 1.0, job.output()
 
 
 def test_workers_of_our_own_launcher_are_ranks_of_torch(make_job: MakeJob) -> None:

@@ -28,6 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torch.distributed import PrefixStore
+
 from kvstore.launch.colocated import ColocatedServices
 from kvstore.launch.environment import listen, network_id
 from kvstore.launch.options import LaunchError
@@ -49,6 +51,8 @@ class GroupCluster:
     ranks: tuple[int, ...]
     leave: Callable[[], None]
     """Ends this process's part in it. A job's node stays: it lives as long as its process."""
+    store: Any = None
+    """Torch's store, with keys of this cluster alone."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ def join(store: Any, rank: int, size: int) -> GroupCluster:
         ConfigError: settings contradict each other or the group.
         DeadlineError: a rank did not come; the text says which.
     """
+    # The store may outlive a group, as torchrun's does: a rank's n-th join meets the others' n-th.
+    store = PrefixStore(f"kvstore/{store.add(f'kvstore/joined/{rank}', 1)}", store)
     config, unknown = Config.from_env()
     if config.root_uri:
         return _cluster_of_the_job(config, store, rank, size)
@@ -101,7 +107,7 @@ def _cluster_of_the_job(config: Config, store: Any, rank: int, size: int) -> Gro
             "the ranks of this process group must be different workers of one job, got (PS_JOB_ID, "
             f"rank of the worker) {told}: start them by one kvstore-launch"
         )
-    return GroupCluster(node, ranks, lambda: None)
+    return GroupCluster(node, ranks, lambda: None, store)
 
 
 # -- a cluster of the group's own -------------------------------------------------------------
@@ -130,7 +136,7 @@ def _own_cluster(config: Config, store: Any, rank: int, size: int) -> GroupClust
             services.kill()
         raise
     _leave_at_the_end_of_a_child(node, services)
-    return GroupCluster(node, tuple(range(size)), node.close)
+    return GroupCluster(node, tuple(range(size)), node.close, store)
 
 
 def _decide(config: Config, store: Any, size: int) -> tuple[ServicePlan, socket.socket]:
@@ -239,13 +245,13 @@ def _leave_at_the_end_of_a_child(node: Postoffice, services: ColocatedServices |
 
 
 def _tell(store: Any, key: str, text: str) -> None:
-    store.set(f"kvstore/{key}", text)
+    store.set(key, text)
 
 
 def _hear(store: Any, key: str, rank: int) -> str:
     """Wait for what ``rank`` tells under ``key``, as long as the store's time-out allows."""
     try:
-        return bytes(store.get(f"kvstore/{key}")).decode()
+        return bytes(store.get(key)).decode()
     except RuntimeError as error:  # of the store, also for a time-out
         raise DeadlineError(
             f"rank {rank} of the process group did not come: nothing under {key} in torch's store "

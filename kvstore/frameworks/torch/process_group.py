@@ -13,6 +13,7 @@ each. A call returns at once; ``work.py`` has the waiting. Read next: ``cluster.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,7 @@ from kvstore.frameworks.torch.tensors import (
 )
 from kvstore.frameworks.torch.work import Completions, KVStoreWork
 from pslite import Communicator, Future
+from pslite.errors import MismatchError
 from pslite.future import gather
 
 NAME = "kvstore"
@@ -48,6 +50,7 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroupKVStore:
     timeout_s = options.timeout.total_seconds()
     if members and isinstance(world, ProcessGroupKVStore):
         # A part of a group of ours: the same cluster.
+        _check_members(world, options.group_id, members)
         ranks = [world.cluster.ranks[rank] for rank in members]
         group = ProcessGroupKVStore(options.group_rank, options.group_size)
         group.begin(world.cluster, ranks, options.group_id, timeout_s, options.store)
@@ -57,6 +60,17 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroupKVStore:
     group.begin(cluster, cluster.ranks, options.group_id, timeout_s, options.store)
     group.owns_cluster = True
     return group
+
+
+def _check_members(world: ProcessGroupKVStore, name: str, members: Sequence[int]) -> None:
+    """Refuse a part of the group that another rank has made of other ranks."""
+    own = json.dumps([world.rank(), *members])
+    first, *ranks = json.loads(world.cluster.store.compare_set(f"group/{name}", "", own))
+    if ranks != members:
+        raise MismatchError(
+            "all ranks must call new_group for the same ranks in the same order: the group named "
+            f"{name!r} is {ranks} on rank {first} and {members} on rank {world.rank()}"
+        )
 
 
 class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
