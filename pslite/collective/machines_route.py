@@ -21,45 +21,22 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from pslite.collective.arrays import Array, Bytes, flat
+from pslite.collective.arrays import Array, Bytes, flat, layout_of, receivers
+from pslite.collective.machines import Machines, arrays_of, empty_row
 from pslite.collective.pending_call import CallUnderWay
 from pslite.collective.server_route import ServerRoute
 from pslite.collective.shared_memory_calls import Description, Progress, Stream, Take
 from pslite.collective.shared_memory_driver import SharedMemoryDriver
 from pslite.collective.shared_memory_route import reducing
 from pslite.collective.sums import DTYPES
-from pslite.collective.wire import pack_collective
+from pslite.collective.wire import pack_collective, pack_layouts, unpack_layouts
 from pslite.future import Future, gather
-from pslite.protocol.collective import CallKey, CollectiveCall, GroupKey, LeadersStep
+from pslite.protocol.collective import ANY, CallKey, CollectiveCall, GroupKey, LeadersStep
 
 T = TypeVar("T")
 _FOREVER = 1 << 62
 _CHANGED_BY_MACHINE = ("average", "premul_sum")
 """Operations that change each value, and then add up."""
-
-
-class Machines(NamedTuple):
-    """Which ranks of a group share a machine, in the order of the machines' lowest ranks."""
-
-    members: tuple[tuple[int, ...], ...]
-    own: int
-    """This worker's machine."""
-    place: int
-    """Which of its machine's members this worker is."""
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        """The ranks on this machine."""
-        return self.members[self.own]
-
-    @property
-    def have_neighbours(self) -> bool:
-        """Whether any two ranks share a machine."""
-        return max(map(len, self.members)) > 1
-
-    def of(self, rank: int) -> int:
-        """Return the machine of a rank."""
-        return next(at for at, ranks in enumerate(self.members) if rank in ranks)
 
 
 def _take_nothing(start: int, pieces: list[Bytes]) -> None:
@@ -145,11 +122,7 @@ class MachinesRoute:
                 plan.finish()
             return value
 
-        future = gather(parts).map(finish)
-        wait = self._servers.waits.begin(key.text(call), key)
-        future.describe = wait.text
-        future.on_done(lambda _: self._servers.waits.end(wait))
-        return future
+        return self._watched(key, call, gather(parts).map(finish))
 
     def exchange(
         self,
@@ -159,7 +132,9 @@ class MachinesRoute:
         sources: Sequence[int],
         outs: Sequence[Array] | None,
     ) -> Future[list[Array]]:
-        """Make a call that moves arrays of any size, by the servers."""
+        """Make a call that moves arrays of any size, all but all_gather by the servers alone."""
+        if call.kind == "all_gather":
+            return self._watched(key, call, self._all_gather(key, call, outgoing[0], outs))
         if self._up is not None and self._down is not None:
             agreed = self._agreeing(key, call)(_ignore)
             stream = Stream(self._down.ring, np.empty(0, np.uint8)) if self._is_leader else None
@@ -199,6 +174,73 @@ class MachinesRoute:
 
         up.on_done(came)
         return [up, under_way.future, handed]
+
+    def _all_gather(
+        self, key: CallKey, call: CollectiveCall, array: Array, outs: Sequence[Array] | None
+    ) -> Future[list[Array]]:
+        """Gather the machine's arrays on its leader, all on all leaders, and hand them down."""
+        own = layout_of([array])
+        rows: list[Bytes] = []  # on the leader the machine's, on the others what comes down
+
+        def taking(calls: Sequence[Description]) -> Take:
+            row, places = empty_row([unpack_layouts(each.note, 1)[0] for each in calls])
+            rows.append(row)
+
+            def take(start: int, pieces: list[Bytes]) -> None:
+                for piece, place in zip(pieces, places, strict=True):
+                    _copying(place)(start, [piece])
+
+            return take if self._is_leader else _take_nothing
+
+        def exchange(_: None) -> Future[Bytes]:
+            among = CollectiveCall("all_gather", dtype="uint8", shapes=((ANY,),))
+            step = LeadersStep(self._leaders, among)
+            count = range(len(self._leaders))
+            return self._servers.exchange(key, call, rows, count, None, leaders=step).map(
+                np.concatenate
+            )
+
+        def finish(whole: Bytes) -> list[Array]:
+            layouts, arrays = arrays_of(whole, self._machines.members)
+            found = receivers(layouts, range(self._size), 0, [array], outs)
+            for place, values in zip(found, arrays, strict=True):
+                flat(place)[:] = values
+            return found
+
+        description = Description(pack_collective(call), tuple(own.lengths), pack_layouts([own]))
+        if self._up is None or self._down is None:
+            taking([description])(0, [flat(array)])
+            return exchange(None).map(finish)
+        steps = self._up.calls.exchange(description, [flat(array)], taking)
+        up: Future[None] = self._up.begin(key.text(call), steps, None)
+        if not self._is_leader:
+            parts: list[Bytes] = []
+            collect: Take = lambda _, pieces: parts.append(pieces[0].copy())  # noqa: E731
+            down = self._down.calls.stream(0, None, collect)
+            came = gather([up, self._down.begin(key.text(call), down, None)])
+            return came.map(lambda _: finish(np.concatenate(parts)))
+        stream = Stream(self._down.ring, np.empty(0, np.uint8))
+        up.on_error(lambda done: self._servers.give_up(key, done.error()))
+        whole = up.then(exchange)
+
+        def hand_down(done: Future[Bytes]) -> None:
+            error = done.error()
+            if error is None:
+                stream.data = done.result(0)
+            stream.end(error)
+
+        handed = self._down.begin(
+            key.text(call), self._down.calls.stream(0, stream, _take_nothing), None
+        )
+        whole.on_done(hand_down)
+        return gather([whole, handed]).map(lambda found: finish(found[0]))
+
+    def _watched(self, key: CallKey, call: CollectiveCall, future: Future[T]) -> Future[T]:
+        """Return the future of a call, which says for whom it waits."""
+        wait = self._servers.waits.begin(key.text(call), key)
+        future.describe = wait.text
+        future.on_done(lambda _: self._servers.waits.end(wait))
+        return future
 
     def _step(
         self, key: CallKey, call: CollectiveCall, plan: _Plan, answered: Progress

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from pslite.collective.machines_route import Machines, MachinesRoute
+from pslite.collective.machines import Machines
+from pslite.collective.machines_route import MachinesRoute
 from pslite.collective.server_route import ServerRoute
 from pslite.collective.shared_memory_driver import SharedMemoryDriver
 from pslite.collective.shared_memory_route import SharedMemoryRoute

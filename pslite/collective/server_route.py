@@ -140,20 +140,22 @@ class ServerRoute:
         sources: Sequence[int],
         outs: Sequence[Array] | None,
         text: str | None = None,
+        leaders: LeadersStep | None = None,
     ) -> Future[list[Array]]:
         """Send the first chunk, whose answer says what the others send, and then the rest."""
-        step = max(self.chunk_bytes("") // self._size, _LEAST_STEP)
+        size = self._size if leaders is None else len(leaders.leaders)
+        step = max(self.chunk_bytes("") // size, _LEAST_STEP)
         sent = list(map(flat, outgoing))
         index = piece_for(call, self._rank)
         found: list[Array] = []
-        under_way = self._under_way(key, call, found, text)
+        under_way = self._under_way(key, call, found, text, leaders)
 
         def pieces(chunk: slice) -> list[Bytes]:
             parts = spans([len(array) for array in sent], chunk)
             return [array[part] for array, part in zip(sent, parts, strict=True)]
 
         def begin(reply: Reply) -> None:
-            layouts = unpack_layouts(reply.body, self._size)
+            layouts = unpack_layouts(reply.body, size)
             found.extend(receivers(layouts, sources, index, outgoing, outs))
             lengths = [layouts[source].lengths for source in sources]
 

@@ -155,6 +155,18 @@ def test_each_rank_gets_its_part_of_the_sum(
         assert found[rank].tobytes() == by_machine(places, rows[rank]).tobytes()
 
 
+@pytest.mark.parametrize("length", [0, 1, 1000, 300_000])
+def test_all_ranks_get_the_arrays_of_all(group: list[Communicator], length: int) -> None:
+    sent = [np.full((length * (g.rank % 3), 2), g.rank, np.int16) for g in group]
+    for found in results([g.all_gather(a) for g, a in zip(group, sent, strict=True)]):
+        for array, wanted in zip(found, sent, strict=True):
+            assert (array.dtype, array.shape) == (wanted.dtype, wanted.shape)
+            np.testing.assert_array_equal(array, wanted)
+    assert results([g.all_gather(np.array(g.rank)) for g in group]) == [[*range(len(group))]] * len(
+        group
+    )
+
+
 def test_calls_of_all_kinds_follow_each_other(group: list[Communicator]) -> None:
     size = len(group)
     futures: list[list[Future[Any]]] = []
@@ -201,6 +213,19 @@ def test_a_machine_sends_a_gradient_once_however_many_workers_it_has(places: str
             for index in range(2):
                 moved = after[machine][index] - before[machine][index]
                 assert nbytes <= moved < 1.02 * nbytes, (machine, index, moved)
+
+
+def test_a_machine_gets_what_is_gathered_once() -> None:
+    places, nbytes = "aabb", 1_000_000
+    with on_machines(places) as cluster:
+        members = opened(groups(cluster, rings=True))
+        before = sent_and_received(cluster, places)
+        results([g.all_gather(np.full(nbytes, g.rank, np.uint8)) for g in members])
+        after = sent_and_received(cluster, places)
+        for machine in "ab":
+            sent, received = (after[machine][i] - before[machine][i] for i in range(2))
+            assert 2 * nbytes <= sent < 2.04 * nbytes
+            assert 4 * nbytes <= received < 4.08 * nbytes
 
 
 def test_a_setting_has_every_worker_send_and_sums_in_the_order_of_ranks() -> None:
