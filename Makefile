@@ -23,6 +23,7 @@ CREATED := $(VENV)/.created-with-$(PYTHON_VERSION)
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_DOCS := $(VENV)/.installed-docs
+INSTALLED_FRAMEWORKS := $(VENV)/.installed-frameworks
 REQUIREMENTS := setup.py pyproject.toml
 # The stubs of the NumPy for Python 3.12 and later cannot be read as Python 3.10, for which
 # pyproject.toml lets mypy check elsewhere.
@@ -97,7 +98,7 @@ types: $(INSTALLED_DEV) ## mypy --strict on both packages and a user's script
 test-fast: $(INSTALLED_DEV) ## pytest: test-unit and test-process in one session
 	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal $(FAST) tests $(WITHOUT_CLUSTERS) $(PYTEST_ARGS)
 
-test-slow: $(INSTALLED_DEV) ## pytest: only what is marked slow, which make test leaves out
+test-slow: $(INSTALLED_FRAMEWORKS) ## pytest: only what is marked slow, which make test leaves out
 	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal $(SLOW) tests $(WITHOUT_CLUSTERS) $(PYTEST_ARGS)
 
 test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes
@@ -110,7 +111,7 @@ test-process: $(INSTALLED_DEV) ## pytest: whole jobs on this machine
 test-gpu: $(INSTALLED_DEV) ## pytest: GPUs, where there are any
 	$(RUN) -m pytest -rs tests/gpu $(PYTEST_ARGS)
 
-test-launchers: $(INSTALLED_DEV) ## jobs on real clusters, which it installs and starts (as root)
+test-launchers: $(INSTALLED_FRAMEWORKS) ## jobs on real clusters, which it installs and starts (as root)
 	tests/launchers/install $(VENV) $(LAUNCHERS)
 	tests/launchers/run $(RUN) $(LAUNCHERS) -- $(PYTEST_ARGS)
 
@@ -183,6 +184,16 @@ $(INSTALLED_DEV): $(CREATED) $(REQUIREMENTS)
 	    echo "make: $(TORCH) could not be installed: the tests that need it are skipped"; \
 	    [ -z "$(REQUIRE_TORCH)" ] || exit 1; }
 	@touch $(INSTALLED) $@
+
+# What only slow tests and those of launchers need, and what needs PyTorch itself.
+$(INSTALLED_FRAMEWORKS): $(INSTALLED_DEV)
+	@if ! $(RUN) -c 'import torch' 2>/dev/null; then \
+	    echo "make: without PyTorch, the tests of Lightning are skipped"; \
+	else \
+	    echo "make: installing Lightning into $(VENV)"; \
+	    $(PIP) --editable '.[lightning]' || { $(EXPLAIN); }; \
+	fi
+	@touch $@
 
 $(INSTALLED_DOCS): $(CREATED) $(REQUIREMENTS)
 	@echo "make: installing Sphinx, its theme and both packages into $(VENV)"

@@ -95,6 +95,7 @@ setup(
         "cuda13": ["cupy-cuda13x>=13.6"],
         "torch": ["torch>=2.1", "ml_dtypes>=0.5"],  # NumPy's bfloat16, which tensors have
         "jax": ["jax>=0.4.30"],
+        "lightning": ["lightning>=2.6,<3", "torch>=2.1", "ml_dtypes>=0.5"],
         "notebook": ["cloudpickle>=3.0"],
         "ray": ["ray>=2.9"],
         "kubernetes": ["kubernetes>=29.0"],
