@@ -135,6 +135,7 @@ def by_value(function: Callable[[], None]) -> Callable[[], None]:
     return type(function)(function.__code__, {**function.__globals__, "__name__": "__main__"})
 
 
+@pytest.mark.slow(reason="a cluster that loses its scheduler runs always")
 def test_a_call_that_needs_no_barrier_returns_though_the_scheduler_was_killed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_call_that_needs_no_barrier_returns_though_the_scheduler_was_killed(
     assert "[launcher] all workers had returned, although scheduler ended with signal SIG" in err
 
 
+@pytest.mark.slow(reason="a cluster that loses its scheduler runs always")
 def test_a_call_that_needs_a_barrier_names_the_scheduler_that_was_killed() -> None:
     kill = by_value(kill_the_scheduler)
 
@@ -227,6 +229,7 @@ def test_a_worker_may_run_a_job_of_its_own_which_inherits_nothing_of_the_outer_o
     assert [count for _, count in inner_jobs] == ["2", "2"]
 
 
+@pytest.mark.slow(reason="a function that prints runs always")
 def test_answers_are_heard_of_through_a_function_that_replaces_the_standard_streams(
     tmp_path: Path,
 ) -> None:

@@ -344,6 +344,7 @@ def test_the_line_on_a_terminal_changes_nothing_but_the_terminal(
         ),
     ],
 )
+@pytest.mark.slow(reason="the line of a job that fails runs always")
 def test_the_line_vanishes_with_an_interrupt(make_job: MakeJob, settings: dict[str, str]) -> None:
     job = make_job(**settings)
     process = launched(job, STEPS.format(code=0))
