@@ -93,6 +93,7 @@ setup(
         "bfloat16": ["ml_dtypes>=0.5"],
         "cuda12": ["cupy-cuda12x>=13"],
         "cuda13": ["cupy-cuda13x>=13.6"],
+        # The bound is for tensors in stores; the backend refuses what is older than it needs.
         "torch": ["torch>=2.1", "ml_dtypes>=0.5"],  # NumPy's bfloat16, which tensors have
         "jax": ["jax>=0.4.30"],
         "lightning": ["lightning>=2.6,<3", "torch>=2.1", "ml_dtypes>=0.5"],

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kvstore.errors import ArgumentValueError
+from kvstore.errors import ArgumentValueError, NotSupportedError
 from kvstore.frameworks.torch.cluster import GroupCluster, join
 from kvstore.frameworks.torch.tensors import (
     Array,
@@ -39,12 +39,22 @@ from pslite.errors import MismatchError
 from pslite.future import gather
 
 NAME = "kvstore"
+OLDEST = "2.7"
 _CPU = torch.device("cpu")
 Tensors = Sequence[torch.Tensor]
 
 
 def create(options: Any, backend_options: Any = None) -> ProcessGroupKVStore:
-    """Make a group; ``torch.distributed`` calls this with its ``_DistributedBackendOptions``."""
+    """Make a group; ``torch.distributed`` calls this with its ``_DistributedBackendOptions``.
+
+    Raises ``NotSupportedError`` for a PyTorch that loses what calls of a Python group return.
+    """
+    if torch.__version__ < OLDEST:
+        raise NotSupportedError(
+            f"the backend kvstore needs PyTorch {OLDEST} or later, this is {torch.__version__}: "
+            "DistributedDataParallel does not find the results of calls there. Install a newer "
+            "one (2.13 and 2.15 are tested)"
+        )
     members = list(options.global_ranks_in_group)
     world = dist.GroupMember.WORLD
     timeout_s = options.timeout.total_seconds()

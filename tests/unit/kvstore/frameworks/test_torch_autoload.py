@@ -110,6 +110,19 @@ def test_scripts_that_name_another_backend_get_this_one_where_that_is_asked_for(
     assert printed.splitlines() == ["kvstore kvstore kvstore", "[1.0, 1.0]", "kvstore [1.0, 1.0]"]
 
 
+def test_a_pytorch_that_loses_results_of_calls_is_refused(tmp_path: Path) -> None:
+    printed = run(
+        "import torch, torch.distributed as dist\n"
+        "torch.__version__ = torch.torch_version.TorchVersion('2.6.0+cpu')\n"
+        "try:\n"
+        "    dist.init_process_group('kvstore', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "except NotImplementedError as error:\n"
+        "    print(error)",
+        installed(tmp_path),
+    )
+    assert "needs PyTorch 2.7 or later, this is 2.6.0+cpu" in printed
+
+
 def test_importing_kvstore_imports_no_torch_and_its_backend_registers_itself() -> None:
     printed = run(
         "import sys, kvstore\n"
