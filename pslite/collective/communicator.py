@@ -308,6 +308,8 @@ class Communicator:
 
     def close(self) -> None:
         """Make no more calls. Those under way by the servers continue."""
+        if self.node.errands.is_forked:  # the rings are still its parent's
+            return
         self._is_closed = True
         if self._rings is not None:
             self._rings.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -388,6 +389,21 @@ def test_a_closed_group_makes_no_calls() -> None:
         with pytest.raises(ClosedError):
             group.barrier()
         assert future.result(LIMIT_S) == 1.0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_that_closes_a_group_leaves_it_to_its_parent() -> None:
+    """As a script's last lines do that a child runs, too."""
+    with cluster_of(2, 1, **SMALL_CHUNKS) as cluster:
+        pair = opened(groups(cluster, rings=True))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                pair[0].close()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert results([g.all_reduce(np.ones(1)) for g in pair]) == [2.0] * 2
 
 
 def test_only_workers_make_groups() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -310,17 +311,62 @@ def test_a_callback_of_a_future_may_wait_for_further_calls(three: list[Any]) -> 
     assert on_all(three, run) == [[18.0] * 4] * 3
 
 
-def test_different_calls_name_both_ranks_on_all(three: list[Any]) -> None:
+def summed(group: Any, tensor: Any, **fields: Any) -> Any:
+    return group.allreduce([tensor], options(AllreduceOptions, **fields))
+
+
+def gathered(group: Any, tensor: Any) -> Any:
+    return group.allgather([[torch.empty_like(tensor) for _ in range(3)]], [tensor])
+
+
+def scattered(group: Any, root: int) -> Any:
+    pieces = [[torch.zeros(2)] * 3] if group.rank() == root else []
+    return group.scatter([torch.zeros(2)], pieces, options(ScatterOptions, rootRank=root))
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "all_reduce(sum, float32, shape (2,))": lambda g: summed(g, torch.zeros(2)),
+    "all_reduce(sum, float64, shape (2,))": lambda g: summed(g, torch.zeros(2).double()),
+    "all_reduce(sum, bfloat16, shape (2,))": lambda g: summed(g, torch.zeros(2).bfloat16()),
+    "all_reduce(sum, float32, shape (1, 2))": lambda g: summed(g, torch.zeros(1, 2)),
+    "all_reduce(sum, float32, shape (100000,))": lambda g: summed(g, torch.zeros(100_000)),
+    "all_reduce(max, float32, shape (2,))": lambda g: summed(
+        g, torch.zeros(2), reduceOp=ReduceOp.MAX
+    ),
+    "reduce(sum, float32, shape (2,), root 1)": lambda g: g.reduce(
+        [torch.zeros(2)], options(ReduceOptions, rootRank=1)
+    ),
+    "reduce(sum, float32, shape (2,), root 2)": lambda g: g.reduce(
+        [torch.zeros(2)], options(ReduceOptions, rootRank=2)
+    ),
+    "broadcast(float32, shape (2,), root 0)": lambda g: g.broadcast(
+        [torch.zeros(2)], options(BroadcastOptions)
+    ),
+    "broadcast(float32, shape (2,), root 1)": lambda g: g.broadcast(
+        [torch.zeros(2)], options(BroadcastOptions, rootRank=1)
+    ),
+    "reduce_scatter(sum, float32, shapes (2,) (2,) (2,))": lambda g: g.reduce_scatter(
+        [torch.zeros(2)], [[torch.zeros(2)] * 3], options(ReduceScatterOptions)
+    ),
+    "all_gather(float32, shape (any,))": lambda g: gathered(g, torch.zeros(2)),
+    "all_gather(int64, shape (any,))": lambda g: gathered(g, torch.zeros(2, dtype=torch.int64)),
+    "scatter(root 0)": lambda g: scattered(g, 0),
+    "scatter(root 1)": lambda g: scattered(g, 1),
+    "all_to_all(float32)": lambda g: g.alltoall([torch.zeros(2)] * 3, [torch.zeros(2)] * 3),
+    "barrier()": lambda g: g.barrier(),
+}
+"""Calls by the words that an error has for them."""
+
+
+@pytest.mark.parametrize(("usual", "odd"), [*itertools.pairwise([*CALLS, next(iter(CALLS))])])
+def test_different_calls_name_both_ranks_on_all(three: list[Any], usual: str, odd: str) -> None:
     def run(group: Any) -> None:
-        if group.rank() == 1:
-            group.broadcast([torch.zeros(2)], options(BroadcastOptions)).wait()
-        else:
-            group.allreduce([torch.zeros(2)], options(AllreduceOptions)).wait()
+        CALLS[odd if group.rank() == 1 else usual](group).wait()
 
     for error in on_all(three, run):
-        assert isinstance(error, MismatchError)
-        assert re.search(r"rank [02] calls all_reduce\(sum, float32, shape \(2,\)\)", str(error))
-        assert "rank 1 calls broadcast(" in str(error)
+        assert isinstance(error, MismatchError), error
+        assert re.search(rf"rank [02] calls {re.escape(usual)}", str(error)), error
+        assert f"rank 1 calls {odd}" in str(error), error
 
 
 def test_an_error_is_an_error_of_the_torch_future_too(three: list[Any]) -> None:

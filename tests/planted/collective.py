@@ -105,6 +105,13 @@ BUGS = [
         _AGAIN,
     ),
     Bug(
+        "a forked child that closes a group ends the calls of its parent",
+        "pslite/collective/communicator.py",
+        "if self.node.errands.is_forked:  # the rings are still its parent's",
+        "if False:",
+        f"{_CALLS}::test_a_forked_child_that_closes_a_group_leaves_it_to_its_parent",
+    ),
+    Bug(
         "an average divides by the ranks that have not joined",
         "pslite/collective/server.py",
         "arrays, out, size)",
