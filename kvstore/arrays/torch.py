@@ -148,11 +148,11 @@ def _check(plain: Any) -> None:
     if plain.is_nested:
         raise _refused("a nested tensor does not have one shape; pass its parts, tensor.unbind()")
     if plain.is_quantized:
-        raise _refused("it is quantised; pass tensor.dequantize()")
+        raise _refused("it is quantized; pass tensor.dequantize()")
     device = plain.device.type
     if device == "meta":
         raise _refused(
-            "it is on the device meta, which holds no values; create it on the CPU or a GPU"
+            "it is on the device meta, which has no values; create it on the CPU or a GPU"
         )
     if device not in ("cpu", "cuda"):
         raise _refused(

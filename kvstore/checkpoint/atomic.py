@@ -40,6 +40,15 @@ _KINDS = {
 }
 
 
+#: What to do about a damaged file.
+RESTORE = "load an earlier checkpoint, or restore the file"
+
+
+def damaged(path: str | os.PathLike[str], what: str) -> CheckpointError:
+    """Return the error for a file with wrong contents."""
+    return CheckpointError(f"{path} is damaged: {what}; {RESTORE}")
+
+
 def checked_path(path: object) -> Path:
     """Return ``path`` as a ``Path``. Raises ``ArgumentTypeError`` for other types.
 
@@ -245,7 +254,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> 
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path} has more than {max_bytes} bytes, the limit for such a file")
+        raise damaged(path, f"it has more than {max_bytes} bytes, the limit for such a file")
     return load_json(Path(path), data)
 
 
@@ -268,7 +277,7 @@ def load_json(
             data.decode(), object_pairs_hook=without_doubles, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: invalid JSON: {error}") from error
+        raise damaged(path, f"invalid JSON: {error}") from error
 
 
 def _refuse_constant(text: str) -> None:

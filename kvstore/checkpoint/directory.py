@@ -33,6 +33,7 @@ from kvstore.arrays.keys import Key, KeySpec
 from kvstore.checkpoint.atomic import (
     ABANDONED_AFTER_S,
     checked_path,
+    damaged,
     machine_name,
     read_json,
     remove_abandoned,
@@ -359,9 +360,6 @@ def _files_of(directory: Path, manifest: _Manifest) -> dict[str, Path]:
                 "earlier checkpoint, or restore the file"
             ) from error
         if size != expected:
-            raise CheckpointError(
-                f"{path} is damaged: it has {size} bytes, expected {expected}; load an earlier "
-                "checkpoint, or restore the file"
-            )
+            raise damaged(path, f"it has {size} bytes, expected {expected}")
         paths[kind] = path
     return paths

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.arrays.dtypes import bfloat16, is_bfloat16
-from kvstore.checkpoint.atomic import load_json
+from kvstore.checkpoint.atomic import RESTORE, damaged, load_json
 from kvstore.checkpoint.checksums import BlockSums, KnownSums
 from kvstore.errors import CheckpointError
 
@@ -206,7 +206,10 @@ def parse(path: Path, header: bytes, data_bytes: int) -> Parsed:
     """Parse a header and check it against the size of the data."""
     text = header.rstrip(b" ")
     if not (text.startswith(b"{") and text.endswith(b"}")):
-        raise CheckpointError(f"{path} is not a safetensors file: its header is not a JSON object")
+        raise CheckpointError(
+            f"{path} is not a safetensors file: its header is not a JSON object; choose another "
+            "file"
+        )
     known: dict[tuple[str, str], tuple[TensorSpec, int]] = {}
 
     def entry_of(found: dict[str, Any]) -> Any:
@@ -219,30 +222,29 @@ def parse(path: Path, header: bytes, data_bytes: int) -> Parsed:
     parsed = load_json(path, text, entry_of)
     if type(parsed) is not dict:
         raise CheckpointError(
-            f"{path} is not a safetensors file: its header is not a mapping of names to arrays"
+            f"{path} is not a safetensors file: its header is not a mapping of names to arrays; "
+            "choose another file"
         )
     metadata = parsed.pop(_METADATA, {})
     if not (
         isinstance(metadata, dict) and all(isinstance(each, str) for each in metadata.values())
     ):
-        raise CheckpointError(f"{path} is damaged: its metadata do not map str to str")
+        raise damaged(path, "its metadata do not map str to str")
     entries = {name: _checked_entry(path, name, value) for name, value in parsed.items()}
     checksum = metadata.pop(CHECKSUM_KEY, None)
     if checksum is None and CHECKSUMS_KEY in metadata:
-        raise CheckpointError(f"{path} is damaged: the checksum of its header is missing")
+        raise damaged(path, "the checksum of its header is missing")
     if checksum is not None and checksum != _checksum(entries, metadata):
-        raise CheckpointError(f"{path} is damaged: the checksum of its header does not match")
+        raise damaged(path, "the checksum of its header does not match")
     end = 0
     for name, (_, begin, stop, _) in sorted(entries.items(), key=_place):
         if begin != end:
-            raise CheckpointError(
-                f"{path} is damaged: {name} begins at {begin}, the values before it end at {end}"
-            )
+            raise damaged(path, f"{name} begins at {begin}, the values before it end at {end}")
         end = stop
     if end != data_bytes:
         raise CheckpointError(
             f"{path} is truncated or damaged: its header announces {end} bytes of values, got "
-            f"{data_bytes}"
+            f"{data_bytes}; {RESTORE}"
         )
     for name in _names_of_complex(path, metadata.pop(COMPLEX_KEY, "[]")):
         entries[name] = _joined(path, name, entries.get(name))
@@ -256,7 +258,7 @@ def _known_sums(path: Path, metadata: dict[str, str], data_bytes: int) -> KnownS
     try:
         return KnownSums.of(text, data_bytes)
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {CHECKSUMS_KEY}: {error}") from error
+        raise damaged(path, f"{CHECKSUMS_KEY}: {error}") from error
 
 
 def _place(item: tuple[str, TensorEntry]) -> tuple[int, ...]:
@@ -270,7 +272,7 @@ def _checked_entry(path: Path, name: str, value: Any) -> TensorEntry:
     try:
         return _parse_entry(value, {})
     except _NO_ARRAY as error:
-        raise CheckpointError(f"{path} is damaged: {name!r} is not an array: {error}") from error
+        raise damaged(path, f"{name!r} is not an array: {error}") from error
 
 
 def _parse_entry(value: Any, known: dict[tuple[str, str], tuple[TensorSpec, int]]) -> TensorEntry:
@@ -309,7 +311,7 @@ def _parse_spec(tag: Any, sizes: Any) -> tuple[TensorSpec, int]:
 def _names_of_complex(path: Path, text: str) -> list[str]:
     names = load_json(path, text.encode())
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{path} is damaged: {COMPLEX_KEY} is not a list of names")
+        raise damaged(path, f"{COMPLEX_KEY} is not a list of names")
     return names
 
 
@@ -317,7 +319,7 @@ def _joined(path: Path, name: str, pairs: TensorEntry | None) -> TensorEntry:
     """Return the complex array that is stored as these pairs of real numbers."""
     dtype = None if pairs is None else _COMPLEX.get(pairs.spec.dtype)
     if pairs is None or dtype is None or pairs.spec.shape[-1:] != (2,):
-        raise CheckpointError(f"{path} is damaged: {name!r} does not hold pairs of real numbers")
+        raise damaged(path, f"{name!r} does not have pairs of real numbers")
     spec = TensorSpec(pairs.spec.shape[:-1], dtype)
     return pairs._replace(spec=spec, num_elements=pairs.num_elements // 2)
 

@@ -162,7 +162,10 @@ def write_states(
 ) -> None:
     """Write a states file. Raises ``OptimizerNotSet``, ``CheckpointError``."""
     if optimizer is None:
-        raise OptimizerNotSet("there are no optimizer states to save: no optimizer is set")
+        raise OptimizerNotSet(
+            "there are no optimizer states to save, since no optimizer is set; call set_optimizer "
+            "first"
+        )
     writer = StatesWriter(checked_path(path), contents, optimizer, dump_optimizer)
     with writer.file:
         for piece in pieces:
@@ -225,7 +228,8 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         if optimizer is None:
             if self.optimizer_name:
                 raise OptimizerNotSet(
-                    f"{self.path} has states of the optimizer {self.optimizer_name}: set it first"
+                    f"{self.path} has states of the optimizer {self.optimizer_name}; call "
+                    "set_optimizer first"
                 )
             return
         if optimizer.name != self.optimizer_name:
@@ -244,7 +248,9 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             for name, dtype in zip(names, dtypes, strict=False):
                 self._check_array(f"{name}/{key}", KeySpec(spec.shape, dtype))
             if f"count/{key}" not in self._file:
-                raise CheckpointError(f"{self.path} does not have key {key!r}")
+                raise CheckpointError(
+                    f"{self.path} does not have key {key!r}; load a file of this model"
+                )
 
     @property
     def digest(self) -> str:
@@ -269,7 +275,9 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         shape = self.row_shapes.get(str(key))
         if (content.rows is None) != (shape is None):
             kinds = ("dense", "row-sparse") if shape is None else ("row-sparse", "dense")
-            raise CheckpointError(f"key {key!r} is {kinds[0]} in {self.path}, {kinds[1]} here")
+            raise CheckpointError(
+                f"key {key!r} is {kinds[0]} in {self.path}, but {kinds[1]} in this store"
+            )
 
     def _check_dtype(self, key: Key, dtype: np.dtype[Any], *, has_saved_master: bool) -> None:
         """Raise ``CheckpointError`` unless the states belong to a key of ``dtype``."""
@@ -289,7 +297,8 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             return content.spec
         if shape != content.spec.shape:
             raise CheckpointError(
-                f"key {key!r} has shape {shape} in {self.path}, {content.spec.shape} here"
+                f"key {key!r} has shape {shape} in {self.path}, but {content.spec.shape} in this "
+                "store; load states of the same model"
             )
         return stored_spec(content.spec, len(self.rows_of(key)))
 

@@ -21,7 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.checkpoint.atomic import Replacement, checked_path, open_regular
+from kvstore.checkpoint.atomic import (
+    RESTORE,
+    Replacement,
+    checked_path,
+    damaged,
+    open_regular,
+)
 from kvstore.checkpoint.checksums import KnownSums
 from kvstore.checkpoint.header import (
     LENGTH_BYTES,
@@ -169,9 +175,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         at = entry.begin + start * dtype.itemsize
         values = self._values_at(at, last - start, dtype.newbyteorder("<"))
         if dtype.kind == "b" and values.view(np.uint8).max(initial=0) > 1:
-            raise CheckpointError(
-                f"{self._path} is damaged: {name} is bool but has bytes other than 0 and 1"
-            )
+            raise damaged(self._path, f"{name} is bool but has bytes other than 0 and 1")
         return values.astype(dtype, copy=False)
 
     def tensor(self, name: str) -> NDArray[Any]:
@@ -198,18 +202,20 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         file_bytes = os.fstat(self._file.fileno()).st_size
         prefix = bytearray(LENGTH_BYTES)
         if file_bytes < len(prefix):
-            raise CheckpointError(f"{self._path} is truncated: it has {file_bytes} bytes")
+            raise CheckpointError(
+                f"{self._path} is truncated: it has {file_bytes} bytes; {RESTORE}"
+            )
         self._fill(0, memoryview(prefix))
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(
                 f"{self._path} is damaged or not a safetensors file: its header would have "
-                f"{length} bytes, more than {MAX_HEADER_BYTES}"
+                f"{length} bytes, more than {MAX_HEADER_BYTES}; {RESTORE}"
             )
         if len(prefix) + length > file_bytes:
             raise CheckpointError(
                 f"{self._path} is truncated: its header needs {length} bytes, the file has "
-                f"{file_bytes}"
+                f"{file_bytes}; {RESTORE}"
             )
         header = bytearray(length)
         self._fill(len(prefix), memoryview(header))
@@ -259,10 +265,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         at = self._data_at + block * sums.block_bytes
         self._fill(at, buffer)
         if not sums.fits(block, buffer):
-            raise CheckpointError(
-                f"{self._path} is damaged: wrong checksum of bytes {at} to {at + len(buffer)}; "
-                "load an earlier checkpoint, or restore the file"
-            )
+            raise damaged(self._path, f"wrong checksum of bytes {at} to {at + len(buffer)}")
 
     def _fill(self, at: int, buffer: memoryview) -> None:
         try:

@@ -295,7 +295,9 @@ class TableFile(AbstractContextManager["TableFile"]):
         return self._file.read(array, start * width, stop * width).reshape(stop - start, width)
 
     def damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is damaged or not an export of a table: {what}")
+        return CheckpointError(
+            f"{self._path} is damaged or not an export of a table: {what}; load another export"
+        )
 
     def refused(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path} does not fit the table: {what}")

@@ -42,8 +42,8 @@ def pack_object(value: object) -> tuple[bytes, list[Flat]]:
         if isinstance(error, ArgumentTypeError | ArgumentValueError):
             raise
         raise ArgumentValueError(
-            f"the object cannot be sent: {error or type(error).__name__}; ints have 64 bits, and "
-            "lists and dicts lie in each other less than 200 times"
+            f"the object cannot be sent: {error or type(error).__name__}; ints must fit in 64 "
+            "bits, and lists and dicts may be nested less than 200 deep"
         ) from None
     if len(tree) > _MOST_TREE_BYTES:
         raise ArgumentValueError(

@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvstore.server",
         description="Run the scheduler or a server of a job until the job is over. Which of them, "
-        "and where, is said by environment variables; kvstore-launch sets them.",
+        "and where, is set by environment variables; kvstore-launch sets them.",
         epilog="DMLC_ROLE is scheduler or server; DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT are the "
         "scheduler's address; DMLC_NUM_WORKER and DMLC_NUM_SERVER count the job's processes. "
         "KVSTORE_SERVER_IMPORT names modules to import, separated by commas.",

@@ -78,7 +78,10 @@ class SumHandle:
         num_keys = len(pairs.keys)
         lens_fit = pairs.lens is None or bool((pairs.lens == self._width).all())
         if not lens_fit or pairs.values.size != num_keys * self._width:
-            raise UsageError(f"this store needs {self._width} elements for each key")
+            raise UsageError(
+                f"this store needs {self._width} elements for each key, got {pairs.values.size} "
+                f"for {len(pairs.keys)} keys"
+            )
         if pairs.values.dtype != self._values.dtype:
             raise UsageError(
                 f"this store needs values of {self._values.dtype}, got {pairs.values.dtype}"

@@ -292,7 +292,7 @@ def test_the_last_line_that_tells_something_is_quoted() -> None:
     ]
     assert "No space left on device (28); see" in sync_refusal(Host("a"), "/x", lines, 11)
     assert "code 11" in sync_refusal(Host("a"), "/x", lines[1:], 11)
-    assert "ended with -9 and said nothing" in sync_refusal(Host("a"), "/x", [], -9)
+    assert "ended with exit code -9 and printed nothing" in sync_refusal(Host("a"), "/x", [], -9)
 
 
 def test_files_that_vanish_while_they_are_copied_are_no_failure(

@@ -119,8 +119,8 @@ def _check_parent(parent: Path) -> None:
     is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     if not is_ours or is_open:
         raise LaunchError(
-            f"others may rename what is in {parent}: 'chmod go-w' it, or set {SHARED_NAME} to a "
-            "directory that is yours",
+            f"other users can rename files in {parent}; run 'chmod go-w' on it, or set "
+            f"{SHARED_NAME} to a directory of your own",
             exit_code=1,
         )
 
@@ -160,7 +160,9 @@ def own_rank(ticket: AgentTicket) -> int:
                 return int(value) - ticket.first_rank
             except ValueError:
                 raise NotEnlisted(f"{name} must be a number, got {value!r}") from None
-    raise NotEnlisted(f"none of {', '.join(ticket.rank_names)} is set: nothing says who this is")
+    raise NotEnlisted(
+        f"cannot tell this process's rank: none of {', '.join(ticket.rank_names)} is set"
+    )
 
 
 def enlist(ticket: AgentTicket, rank: int) -> None:

@@ -108,7 +108,9 @@ class FrameReader:
         end = self._rest.find(b"\n", start) if start >= 0 else -1
         if end < 0:
             if len(self._rest) > _LONGEST_HEAD:
-                raise LinkLost("the login shell prints without end")
+                raise LinkLost(
+                    "the login shell does not stop printing; make its startup files silent"
+                )
             return []
         try:
             found = dict(json.loads(self._rest[start + len(GREETING) : end]))
@@ -124,7 +126,7 @@ class FrameReader:
         if self._seal is not None:
             seal, content = content[:SEAL_BYTES], content[SEAL_BYTES:]
             if not hmac.compare_digest(seal, self._seal.next(content)):
-                raise LinkLost("a frame has a wrong seal")
+                raise LinkLost("a frame has a wrong HMAC")
         try:
             message = msgpack.unpackb(
                 content, raw=False, strict_map_key=False, unicode_errors="surrogateescape"
@@ -223,7 +225,7 @@ class AgentLink:
         Raises :class:`LinkLost` when the other end has been silent for too long.
         """
         if now_s - self._heard_s >= SILENT_S:
-            raise LinkLost(f"nothing was heard for {now_s - self._heard_s:.0f} s")
+            raise LinkLost(f"no sign of life for {now_s - self._heard_s:.0f} s")
         if now_s - self._said_s >= ALIVE_S:
             self._said_s = now_s
             if not self._pending:
@@ -265,4 +267,6 @@ def event_of(message: Message) -> Event:
     try:
         return _EVENTS[kind](*fields)
     except (KeyError, TypeError):
-        raise LinkLost(f"cannot understand a message '{kind}'") from None
+        raise LinkLost(
+            f"unknown message '{kind}'; install the same version of kvstore there"
+        ) from None

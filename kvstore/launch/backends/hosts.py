@@ -188,7 +188,7 @@ def _is_ipv6(text: str) -> bool:
 
 def _user(name: str) -> str:
     if not _USER_NAME.match(name):
-        raise _Mistake(f"'{name}' is not a user's name")
+        raise _Mistake(f"'{name}' is not a valid user name")
     return name
 
 

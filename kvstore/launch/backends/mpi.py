@@ -148,7 +148,9 @@ def family_of(version: str) -> MpiFamily:
         return MPICH
     first = version.strip().splitlines()[0] if version.strip() else "nothing"
     raise LaunchError(
-        f"mpirun is from neither Open MPI nor MPICH: its --version says '{first}'", exit_code=1
+        f"mpirun must be from Open MPI or MPICH, its --version prints '{first}'; put another "
+        "first on the PATH",
+        exit_code=1,
     )
 
 

@@ -93,7 +93,7 @@ class Driver:
         except CannotRun:
             raise
         except Exception as error:
-            raise CannotRun(f"Ray gave up: {error}") from error
+            raise CannotRun(f"Ray failed: {error}") from error
 
     def _connect(self) -> None:
         """Join the cluster that there is, or start one on this machine."""
@@ -141,7 +141,9 @@ class Driver:
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if self._is_own and (never := shortage(self._plan, nodes)) is not None:
-            raise CannotRun(f"{never}; it is this machine alone: name a cluster by RAY_ADDRESS")
+            raise CannotRun(
+                f"{never}; this cluster is only this machine: set RAY_ADDRESS to another one"
+            )
         self._say(why_waiting(self._plan, nodes, ray.available_resources()))
 
     def _start(self) -> None:
@@ -197,7 +199,9 @@ class Driver:
         try:
             host, code, said = ray.get(task)
         except Exception as error:
-            raise CannotRun(f"Ray gave up {name}: {getattr(error, 'cause', error)}") from error
+            raise CannotRun(
+                f"Ray could not run {name}: {getattr(error, 'cause', error)}"
+            ) from error
         if (
             GREETING.decode() in said
         ):  # why there is no agent; the launcher knows what to do with it
@@ -303,8 +307,8 @@ def _look_for(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
     except OSError as error:
         raise CannotRun(
-            f"there is no Ray at {address} ({error.strerror or error}): RAY_ADDRESS names another, "
-            "and RAY_ADDRESS=local starts one on this machine"
+            f"there is no Ray at {address} ({error.strerror or error}): set RAY_ADDRESS to "
+            "another, or to local to start one on this machine"
         ) from error
 
 

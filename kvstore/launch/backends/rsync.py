@@ -179,7 +179,7 @@ def sync_refusal(
         return f"cannot copy to {where}: {ssh_says}"
     telling = [line for line in lines if not _SUMMARY.match(line)] or lines
     if not telling:
-        return f"cannot copy to {where}: rsync ended with {exit_code} and said nothing"
+        return f"cannot copy to {where}: rsync ended with exit code {exit_code} and printed nothing"
     return (
         f"cannot copy to {where}: {telling[-1]}; see that the directory can be written to and has "
         "room"

@@ -75,9 +75,8 @@ class ArrayJob(Cluster):
         name = self.places.jobname
         if name is not None and not _JOB_NAME.match(name):
             raise LaunchError(
-                f"--jobname '{name}' is not a name for Grid Engine: it may not begin with a "
-                "digit, '.' or '#', and may not hold spaces or any of "
-                "/ : @ \\ * ? ' \" [ ] { } | ( ) , %"
+                "--jobname must not begin with a digit, '.' or '#' in Grid Engine, and not have "
+                f"spaces or any of / : @ \\ * ? ' \" [ ] {{ }} | ( ) , %, got '{name}'"
             )
         self.worker_cores = slots_of_a_task(options)
         self._slots = self._wanted_slots(can_ask)
@@ -145,7 +144,7 @@ class ArrayJob(Cluster):
     def poll(self) -> str:
         number = self._number
         if number is None:
-            return "qsub has not said yet which number the job has"
+            return "qsub has not printed the number of the job yet"
         until_s = time.monotonic() + _ASKING_S
         found = states(self._ask(until_s, "qstat", "-g", "d"), number)
         if any("E" in state for state in found):

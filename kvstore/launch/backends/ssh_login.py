@@ -193,7 +193,7 @@ def _command_refusal(
 def _unknown_refusal(
     host: Host, lines: Sequence[str], exit_code: int | None, launcher_args: Sequence[str]
 ) -> str:
-    said = f": {lines[-1]}" if lines else " and said nothing"
+    said = f": {lines[-1]}" if lines else " and printed nothing"
     if exit_code is None:
         how = "closed its output"
     elif exit_code < 0:

@@ -241,8 +241,8 @@ def application_name(jobname: str | None) -> str:
     """Return a unique name, for YARN's lists and a directory in HDFS."""
     if jobname is not None and not _NAME.match(jobname):
         raise LaunchError(
-            f"--jobname '{jobname}' is also the name of a directory in HDFS: use letters, digits, "
-            "'.', '_' and '-'"
+            "--jobname must have only letters, digits, '.', '_' and '-', since it also names a "
+            f"directory in HDFS, got '{jobname}'"
         )
     return f"{jobname or 'kvstore'}-{secrets.token_hex(4)}"
 

@@ -91,18 +91,18 @@ def check_directory(directory: Path) -> None:
         found = os.lstat(directory)
     except OSError as error:
         raise NotReadable(
-            f"{directory} cannot be reached: {error.strerror}; all hosts of the job need it under "
-            "this name: give kvstore.run a directory that they share (share_dir=...)"
+            f"cannot read {directory}: {error.strerror}; all hosts of the job need it at this "
+            "path: pass kvstore.run a directory that they share (share_dir=...)"
         ) from error
     if not stat.S_ISDIR(found.st_mode):
         raise NotReadable(f"{directory} is not a directory")
     if found.st_uid != os.geteuid():
         raise NotReadable(
-            f"{directory} belongs to user {found.st_uid}, and this process to {os.geteuid()}: "
-            "functions are taken from the user's own directory only"
+            f"{directory} must belong to user {os.geteuid()}, who runs this process, but it "
+            f"belongs to user {found.st_uid}"
         )
     if found.st_mode & 0o077:
-        raise NotReadable(f"others may enter {directory}: its mode must be 0700 (chmod 700)")
+        raise NotReadable(f"other users can access {directory}; run chmod 700 {directory}")
 
 
 def call_path(directory: Path, call: int) -> Path:
@@ -147,7 +147,7 @@ def read(path: Path) -> tuple[dict[str, Any], bytes]:
     with open(descriptor, "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise NotReadable(f"{path} is not a file of this user")
+            raise NotReadable(f"{path} must be a regular file of user {os.geteuid()}")
         return json.loads(file.readline()), file.read()
 
 

@@ -111,8 +111,8 @@ def _load(path: Path) -> Any:
     own, theirs = (".".join(map(str, one)) for one in (python_version(), header["python"]))
     if header["by_value"] and own != theirs:
         raise parcels.NotReadable(
-            f"this worker has Python {own} and the caller {theirs}: functions of a notebook need "
-            f"the same; give python= a Python {theirs} of this host"
+            f"this worker has Python {own}, but the caller has {theirs}; functions of a notebook "
+            f"need the same version: pass python= with a Python {theirs} of this host"
         )
     # What the caller could import is importable here, its own modules before libraries.
     new = [one for one in header["path"] if one not in sys.path and os.path.exists(one)]

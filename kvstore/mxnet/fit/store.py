@@ -203,7 +203,9 @@ def create_kvstore(
     if isinstance(kvstore, KVStoreBase):
         return kvstore, kvstore.is_capable(KVStoreBase.OPTIMIZER)
     if not isinstance(kvstore, str):
-        raise ArgumentTypeError("kvstore must be KVStore, str or None")
+        raise ArgumentTypeError(
+            f"kvstore must be a KVStore, a str or None, got {type(kvstore).__name__}"
+        )
     if num_device == 1 and "dist" not in kvstore:
         return None, False
     from kvstore.kvstore import create

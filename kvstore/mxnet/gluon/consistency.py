@@ -87,8 +87,8 @@ class Agreement:
         check_starts(table)
         if _differ(table[:, 2]):
             raise OptimizerMismatch(
-                "the workers have different optimizers; all have to give the same numbers and the "
-                f"same batch size. {differences(self._exchange_texts(described(optimizer)))}"
+                "the workers have different optimizers; pass the same numbers and the same batch "
+                f"size on all workers. {differences(self._exchange_texts(described(optimizer)))}"
             )
 
     def meet(self, plan: Plan) -> None:
@@ -135,13 +135,13 @@ def check_plans(table: Table) -> None:
     batch_sizes, rates, keys, factors, changed = table.T
     if _differ(batch_sizes):
         raise OptimizerMismatch(
-            f"the workers' batch sizes differ: {_by_rank(batch_sizes)}; all have to give the same "
-            "number, such as that of all workers' samples in this step"
+            f"the workers' batch sizes differ: {_by_rank(batch_sizes)}; pass the same "
+            "number on all, such as the number of all workers' samples in this step"
         )
     if _differ(rates):
         raise OptimizerMismatch(
-            f"the workers' learning rates differ: {_by_rank(rates)}; all have to call "
-            "set_learning_rate before the same step"
+            f"the workers' learning rates differ: {_by_rank(rates)}; call "
+            "set_learning_rate before the same step on all workers"
         )
     if _differ(keys):
         raise UsageError(
@@ -150,8 +150,8 @@ def check_plans(table: Table) -> None:
         )
     if _differ(factors):
         raise OptimizerMismatch(
-            "lr_mult and wd_mult of the parameters differ between the workers; all have to set "
-            "the same before the same step"
+            "lr_mult and wd_mult of the parameters differ between the workers; set the same "
+            "values before the same step on all workers"
         )
     if changed.any():
         raise UsageError(
@@ -172,7 +172,8 @@ def check_starts(table: Table) -> None:
     for what, column in (("update_on_kvstore", 1), ('reduction="mean"', 3)):
         if _differ(table[:, column]):
             raise UsageError(
-                f"{what} differs between the workers (1 is True): {_by_rank(table[:, column])}"
+                f"{what} differs between the workers (1 is True): {_by_rank(table[:, column])}; "
+                "pass the same value on all workers"
             )
 
 

@@ -190,8 +190,8 @@ def collect(params: object) -> dict[Key, Parameter]:
     for parameter in parameters:
         if len(parameter.list_data()) != wanted:
             raise ArgumentValueError(
-                f"all parameters must be on the same devices: {parameters[0]} is on {wanted}, "
-                f"{parameter} on {len(parameter.list_data())}"
+                f"all parameters must be on the same number of devices: {parameters[0]} is on "
+                f"{wanted}, {parameter} on {len(parameter.list_data())}"
             )
     if len(names) < len(parameters):
         return dict(enumerate(parameters))

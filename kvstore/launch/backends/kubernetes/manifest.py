@@ -75,13 +75,13 @@ def kube_job(options: LaunchOptions, job_id: str, key: str, namespace: str | Non
     jobname = options.places.jobname or "kvstore"
     if not _JOBNAME.match(jobname) or len(jobname) > _LONGEST_JOBNAME:
         raise LaunchError(
-            f"--jobname '{jobname}': Kubernetes takes small letters, digits and '-', beginning "
-            f"with a letter and not ending with '-'; at most {_LONGEST_JOBNAME} characters here"
+            "--jobname must have lowercase letters, digits and '-', begin with a letter, not end "
+            f"with '-', and have at most {_LONGEST_JOBNAME} characters, got '{jobname}'"
         )
     if namespace is not None and not _NAMESPACE.match(namespace):
         raise LaunchError(
-            f"--namespace '{namespace}' is not a namespace's name: use small letters, "
-            "digits and '-', at most 63 characters"
+            "--namespace must have lowercase letters, digits and '-', at most 63 characters, got "
+            f"'{namespace}'"
         )
     return KubeJob(job_id, f"{jobname}-{job_id[:8]}", key, namespace)
 
@@ -98,7 +98,7 @@ def plan_pods(
     given = (*options.environment, *options.server_environment, *options.worker_environment)
     if any(name == "PS_JOB_KEY_FILE" for name, _ in given):
         raise LaunchError(
-            "PS_JOB_KEY_FILE cannot be set for pods: each job gets a key of its own; export "
+            "PS_JOB_KEY_FILE cannot be set for pods: each job gets its own key; export "
             "PS_JOB_KEY_FILE where you call the launcher to use the key in that file"
         )
     # The settings of a job around this one belong to it.

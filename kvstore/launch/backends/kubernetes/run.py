@@ -81,8 +81,8 @@ def run_with(options: LaunchOptions, environ: Mapping[str, str], patience: Patie
         text = to_yaml(manifests(options, job, environ))
     except UnicodeEncodeError as error:
         raise LaunchError(
-            "the command or a variable holds bytes that are not UTF-8, which Kubernetes does not "
-            "take; pass such values in a file of the image"
+            "the command and the variables must be valid UTF-8 for Kubernetes; put other values "
+            "into a file of the image"
         ) from error
     for note in options.notes:
         say(note)

@@ -484,7 +484,7 @@ def test_which_store_is_made_for_how_many_devices() -> None:
     assert _create_kvstore("device", 2, large)[1] is True
     with create("local") as mine:
         assert _create_kvstore(mine, 1, small) == (mine, True)
-    with pytest.raises(ArgumentTypeError, match="must be KVStore, str or None"):
+    with pytest.raises(ArgumentTypeError, match="must be a KVStore, a str or None"):
         _create_kvstore(3, 1, small)  # type: ignore[arg-type]
 
 

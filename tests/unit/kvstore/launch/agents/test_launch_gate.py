@@ -312,7 +312,7 @@ def test_a_directory_in_which_others_may_rename_is_refused(tmp_path: Path, mode:
     parent.mkdir()
     parent.chmod(mode)
     for directory in (parent / "job", parent / "mine" / "job"):
-        with pytest.raises(LaunchError, match=f"others may rename what is in {parent}:"):
+        with pytest.raises(LaunchError, match=f"other users can rename files in {parent};"):
             write_ticket(directory, AgentTicket([], 1, KEY), "/", {})
         assert not directory.exists()
     parent.chmod(mode | 0o1000)  # as /tmp is

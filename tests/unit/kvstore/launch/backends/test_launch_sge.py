@@ -66,7 +66,7 @@ def test_a_task_that_ends_otherwise_is_named_with_what_it_said(tmp_path: Path) -
 
 def test_the_commands_that_print_cannot_be_had_and_the_roster_still_says_something() -> None:
     job = job_of(environ={"PATH": "/nonexistent"})
-    assert job.poll() == "qsub has not said yet which number the job has"
+    assert job.poll() == "qsub has not printed the number of the job yet"
     assert job.cancel("Your job 9 is there") == ["qdel", "9"]
     assert job.poll() == "job 9"
 

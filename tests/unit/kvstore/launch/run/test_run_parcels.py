@@ -34,7 +34,7 @@ def test_a_directory_that_others_may_enter_is_not_read(directory: Path) -> None:
     path = parcels.call_path(directory, 1)
     parcels.write(path, {})
     directory.chmod(0o750)
-    with pytest.raises(parcels.NotReadable, match=r"others may enter .*mode must be 0700"):
+    with pytest.raises(parcels.NotReadable, match=r"other users can access .*chmod 700"):
         parcels.read(path)
 
 
@@ -43,7 +43,7 @@ def test_a_directory_of_another_user_is_not_read(
 ) -> None:
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    with pytest.raises(parcels.NotReadable, match="functions are taken from the user's own"):
+    with pytest.raises(parcels.NotReadable, match="must belong to user"):
         parcels.check_directory(directory)
 
 

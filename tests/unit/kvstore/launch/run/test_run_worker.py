@@ -79,7 +79,7 @@ def test_a_function_by_value_needs_the_caller_s_python(directory: Path) -> None:
     body = packed(divmod, 7, 2)
     assert not call(directory, body, python=[3, 2]).failed
     answer = call(directory, body, python=[3, 2], by_value=True)
-    assert "and the caller 3.2: functions of a notebook need the same" in answer.text
+    assert "but the caller has 3.2; functions of a notebook need the same" in answer.text
 
 
 def test_a_module_that_is_missing_is_named(directory: Path) -> None:
@@ -106,6 +106,6 @@ def test_a_worker_that_cannot_see_the_directory_says_so_and_ends(
     monkeypatch.setenv("DMLC_TASK_ID", "0")
     assert worker.main([str(tmp_path / "elsewhere"), mode]) == 1
     said = capsys.readouterr().err
-    assert "all hosts of the job need it under this name" in said
+    assert "all hosts of the job need it at this path" in said
     assert "share_dir=" in said
     assert said.count("\n") == 1

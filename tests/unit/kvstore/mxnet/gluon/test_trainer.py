@@ -565,7 +565,10 @@ def test_what_is_no_parameter_is_refused(params: Any) -> None:
             lambda: [("w", Parameter(np.zeros(1))), ("w", Parameter(np.zeros(1)))],
             "used more than once: w",
         ),
-        (lambda: [Parameter(np.zeros(1)), Parameter([np.zeros(1)] * 2)], "the same devices"),
+        (
+            lambda: [Parameter(np.zeros(1)), Parameter([np.zeros(1)] * 2)],
+            "the same number of devices",
+        ),
         (lambda: [Parameter([])], "empty list of arrays"),
         (lambda: [Parameter([np.zeros(1), np.zeros(2)])], "must have one shape and dtype"),
         (

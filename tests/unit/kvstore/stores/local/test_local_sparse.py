@@ -610,7 +610,7 @@ def test_a_checkpoint_of_another_kind_of_key_is_refused(store: KVStore, tmp_path
     store.save_checkpoint(tmp_path)
     other = create("local")
     other.init("w", np.zeros(SHAPE, "f4"))
-    with pytest.raises(CheckpointError, match=r"row-sparse .*dense here"):
+    with pytest.raises(CheckpointError, match=r"row-sparse .*dense in this store"):
         other.load_checkpoint(tmp_path)
 
 

@@ -299,7 +299,7 @@ def test_a_name_that_kubernetes_would_refuse_is_refused_at_once(name: str) -> No
 
 
 def test_a_namespace_that_kubernetes_would_refuse_is_refused_at_once() -> None:
-    with pytest.raises(LaunchError, match="--namespace 'A B'"):
+    with pytest.raises(LaunchError, match=r"--namespace must have .*got 'A B'"):
         kube_job(options(), "0" * 16, "", "A B")
 
 
