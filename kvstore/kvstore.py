@@ -7,6 +7,7 @@ one is asked for. No effect at import. Read next: ``stores/base.py``.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, cast
 
 from kvstore.errors import ArgumentTypeError, UnknownTypeError
@@ -35,6 +36,10 @@ STORE_TYPES: dict[str, str] = {
 """Every accepted name, with the canonical one of its behaviour."""
 
 
+_PLUG_INS = dict.fromkeys(("horovod", "byteps"), "kvstore.frameworks.horovod.store")
+"""Names of stores that register themselves, with their module, imported when one is made."""
+
+
 def create(name: str = "local", **options: Any) -> KVStore:
     """Make a new store of the type ``name``; upper and lower case mean the same.
 
@@ -50,6 +55,9 @@ def create(name: str = "local", **options: Any) -> KVStore:
     ``dist_async``, ``dist_device_async``
         each push is applied at once and atomically; needs an optimizer.
 
+    ``horovod``, ``byteps``
+        values are broadcast and added over all workers, and not stored; no optimizer.
+
     ``teststore``, and the names of other classes that ``KVStoreBase.register`` knows
         a new object of that class, made with ``options``.
 
@@ -61,6 +69,8 @@ def create(name: str = "local", **options: Any) -> KVStore:
         raise ArgumentTypeError(f"name must be a string, got {type(name).__name__}: {name!r}")
     given = name.lower()
     check_type(name)
+    if given in _PLUG_INS:
+        importlib.import_module(_PLUG_INS[given])
     plug_in = KVStoreBase.kv_registry.get(given)
     if plug_in is not None:
         # A plug-in has what training code needs of a store; checkers see the whole interface.
@@ -93,7 +103,7 @@ def _serve(config: Config) -> int:
 
 def check_type(name: str) -> None:
     """Raise ``UnknownTypeError`` unless ``create`` knows this store type."""
-    known = [*STORE_TYPES, *KVStoreBase.kv_registry]  # plug-ins last
+    known = list(dict.fromkeys([*STORE_TYPES, *_PLUG_INS, *KVStoreBase.kv_registry]))
     if name.lower() not in known:
         raise UnknownTypeError(
             f"unknown store type {name!r}; known types: {', '.join(known)}"

@@ -320,6 +320,13 @@ def check_accuracy(line: str) -> None:
 
 @slow
 @needs_torch
+def test_a_script_for_horovod_reads_digits(make_job: MakeJob) -> None:
+    lines = launch(make_job, "examples/horovod/mnist.py")
+    check_accuracy(lines[0][-1])
+
+
+@slow
+@needs_torch
 def test_distributed_data_parallel_reads_digits(make_job: MakeJob) -> None:
     lines = launch(make_job, "examples/pytorch/ddp_mnist.py")
     check_accuracy(lines[0][-1])

@@ -94,11 +94,11 @@ def test_every_name_of_the_original_that_the_page_of_migration_lists_is_there() 
 
 
 def test_the_page_of_migration_lists_every_type_of_store() -> None:
-    from kvstore.kvstore import STORE_TYPES
+    from kvstore.kvstore import _PLUG_INS, STORE_TYPES
 
     table = MIGRATION[MIGRATION.index("## Types of stores") : MIGRATION.index("## Optimizers,")]
     named = set(re.findall(r"`(\w+)`", re.sub(r"^\| `nccl.*$", "", table, flags=re.MULTILINE)))
-    assert named == set(STORE_TYPES)
+    assert named == {*STORE_TYPES, *_PLUG_INS}
 
 
 def test_an_example_would_be_missed() -> None:
