@@ -21,14 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "image_classificati
 if importlib.util.find_spec("torch") is None:
     sys.exit("PyTorch is missing; install it: pip install torch")
 
+import kvstore.horovod.torch as hvd  # import horovod.torch as hvd
 import mnist
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-
-import kvstore.horovod.torch as hvd  # import horovod.torch as hvd
 
 
 def lenet() -> nn.Sequential:

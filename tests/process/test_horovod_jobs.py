@@ -32,7 +32,8 @@ for times in (1, 2):
     assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (rank, size, rank, size)
     assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
     names = ["a", "b"] if rank else ["b", "a"]
-    handles = {name: hvd.allreduce_async(torch.tensor([rank]), name=name, op=hvd.Sum) for name in names}
+    own = torch.tensor([rank])
+    handles = {name: hvd.allreduce_async(own, name=name, op=hvd.Sum) for name in names}
     assert [handles[name]().item() for name in "ab"] == [1, 1]
     if times == 1:
         hvd.shutdown()
@@ -70,7 +71,5 @@ for step in range(3):
     )
     assert ranks[1].wait(LIMIT_S) == -signal.SIGKILL
     assert ranks[0].wait(LIMIT_S) == 3, job.output()
-    said = (
-        rf"step 2 NodeLostError worker 1 \(pid {ranks[1].pid} on .*\) is lost: its process is gone"
-    )
+    said = rf"step 2 NodeLostError worker 1 \(pid {ranks[1].pid} on .*\) is lost"
     assert any(re.match(said, line) for line in ranks[0].lines), job.output()
