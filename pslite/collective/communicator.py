@@ -12,7 +12,8 @@ order; calls with a ``name`` are matched by it instead. Ranks that differ all ge
 message to the last answer. Large arrays are cut into chunks, which go to the servers in turn. Any
 thread may call; answers are copied into arrays on the node's I/O thread. Where all workers of a
 group are on one machine, calls in order go by shared memory (``shared_memory_route.py``), with the
-same bits, else by the servers. This file checks arguments and chooses. Read next:
+same bits; on several machines by shared memory on each of them, and by the servers among them
+(``machines_route.py``); else by the servers. This file checks arguments and chooses. Read next:
 ``server_route.py``.
 """
 
@@ -140,6 +141,9 @@ class Communicator:
         name: str | None = None,
     ) -> Future[Array]:
         """Combine the arrays of all ranks, in rank order; every rank gets the result.
+
+        Where ranks share some of several machines, each machine's are combined first, and then
+        the machines' in the order of their lowest ranks, unless PS_SUM_ON_MACHINES is 0.
 
         Args:
             op: sum, average, product, min, max, band, bor, bxor, or premul_sum, which

@@ -308,6 +308,26 @@ def test_a_worker_that_left_ends_the_calls_that_need_it(leaver: int) -> None:
             assert f"worker {leaver}" in str(error) or "has left" in str(error), error
 
 
+def test_results_are_right_on_a_network_that_loses_messages() -> None:
+    with on_machines(
+        "aabca", drop_percent=10.0, resend_timeout_s=0.02, chunk_bytes=1024
+    ) as cluster:
+        members = opened(groups(cluster, rings=True))
+        for turn in range(6):
+            sent = noise(5, 20_000 + turn)
+            wanted = by_machine("aabca", sent).tobytes()
+            totals = [g.all_reduce(a) for g, a in zip(members, sent, strict=True)]
+            copies = [g.broadcast(a.copy(), turn % 5) for g, a in zip(members, sent, strict=True)]
+            rows = [g.all_gather(a) for g, a in zip(members, sent, strict=True)]
+            barriers = [g.barrier() for g in members]
+            assert [each.tobytes() == wanted for each in results(totals)] == [True] * 5
+            for copy in results(copies):
+                assert copy.tobytes() == sent[turn % 5].tobytes()
+            for row in results(rows):
+                assert [each.tobytes() for each in row] == [each.tobytes() for each in sent]
+            results(barriers)
+
+
 def test_a_long_wait_names_the_ranks_of_other_machines_that_have_not_come() -> None:
     with on_machines("aabb") as cluster:
         members = opened(groups(cluster, rings=True))

@@ -97,3 +97,32 @@ def test_a_rank_that_is_killed_in_an_all_reduce_is_named_on_the_others_within_a_
         assert ended is not None, other.text
         assert re.match(rf"worker 2 \(pid {victim.pid} on \S+\) is lost", ended[2])
         assert float(ended[1]) - killed_at < 1.0
+
+
+MACHINES = """
+group = Communicator(kv.node)
+call = lambda: group.all_reduce(value).result()
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_rank_that_is_killed_is_named_on_the_other_machines_too(
+    make_job: MakeJob, victim: int
+) -> None:
+    """Its machine's leader, the other one there, and one that is alone on its machine."""
+    job = make_job(4, 1)
+    job.service()
+    workers = []
+    for rank, machine in enumerate("aabc"):
+        code = BEGIN + MACHINES + (STOP if rank == victim else FOREVER)
+        workers.append(job.worker(rank, code, {"PS_MACHINE": machine, "PS_LOST_AFTER": "1"}))
+    killed = workers.pop(victim)
+    for worker in workers:
+        worker.wait_for("calling", 30)
+    time.sleep(0.3)
+    killed.send(signal.SIGKILL)
+    for worker in workers:
+        assert worker.wait(20) == 1, worker.text
+        ended = re.search(r"ended \S+ NodeLostError (.*)", worker.text)
+        assert ended is not None, worker.text
+        assert re.match(rf"worker {victim} \(pid {killed.pid} on \S+\) is lost", ended[1])
