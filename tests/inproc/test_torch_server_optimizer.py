@@ -287,6 +287,7 @@ def test_groups_have_rates_and_decays_of_their_own(two: Workers) -> None:
         return parts
 
     def steps(model: Any, optimizer: Any, rank: int) -> Any:
+        optimizer.param_groups[1]["lr"] = torch.tensor(0.005)  # schedulers change it in place
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return train(model, optimizer, 20, rank, 2, after_step=scheduler.step)
 

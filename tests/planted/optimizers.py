@@ -47,8 +47,8 @@ BUGS = [
     Bug(
         "another learning rate does not reach the servers",
         f"{_FOLDER}/server_optimizer.py",
-        "        if present != self._sent:\n",
-        "        if False:\n",
+        "        if self._present() != self._numbers:\n            self._sent",
+        "        if False:\n            self._sent",
         f"{_ON_SERVERS}::test_groups_have_rates_and_decays_of_their_own",
     ),
     Bug(

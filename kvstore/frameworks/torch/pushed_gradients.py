@@ -48,6 +48,8 @@ class PushedGradients:
         self._is_synchronous = "async" not in kv.type
         self._buckets = _buckets(weights, self._sparse, bucket_bytes)
         self._bucket_of = {place: bucket for bucket in self._buckets for place in bucket}
+        self._arrays: dict[int, tuple[int, Any]] = {}
+        """Place of a weight -> where it lay when it was looked at last, and its array."""
         self._missing: dict[int, int] = {}
         self._pushed: set[int] = set()
         self._under_way: list[Future[Any]] = []
@@ -144,7 +146,13 @@ class PushedGradients:
         return [self._keys[place] for place in places]
 
     def _weight(self, place: int) -> Any:
-        return _in_memory(self._weights[place])
+        """Return a weight as an array in its own memory; looking costs more than a small push."""
+        weight = self._weights[place]
+        address = weight.data_ptr()
+        known = self._arrays.get(place)
+        if known is None or known[0] != address or known[1].shape != weight.shape:
+            known = self._arrays[place] = address, _in_memory(weight)
+        return known[1]
 
     def _gradient(self, place: int) -> Any:
         weight = self._weights[place]

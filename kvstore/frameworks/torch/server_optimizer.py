@@ -102,7 +102,8 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._held = HeldWeights(collect(zip(self._keys, self._weights, strict=True)))
         is_synchronous = "async" not in self.kv.type
         self._share = 1.0 / (self.kv.num_workers if average and is_synchronous else 1)
-        self._sent = self._present()
+        self._numbers = self._present()
+        self._sent = self._made()
         self._is_under_way = False
         self._start(average)
         self._passes = BackwardPasses(
@@ -135,7 +136,7 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if not self._is_under_way:
             self._begin()
             self._push_rest()
-        elif self._present() != self._sent:
+        elif self._present() != self._numbers:
             raise UsageError(
                 "numbers of param_groups were changed between backward() and step(), when "
                 f"gradients had left with {self._sent!r}: change them before backward()"
@@ -219,7 +220,13 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.kv.barrier()
         self._held.note()
 
-    def _present(self) -> Optimizer:
+    def _present(self) -> list[list[Any]]:
+        """Return the numbers that the groups have now."""
+        return [
+            [_plain(group[name]) for name in self._rule.defaults] for group in self.param_groups
+        ]
+
+    def _made(self) -> Optimizer:
         """Return the optimizer of the numbers that the groups have now."""
         keys = iter(self._keys)
         rows = [(group, [next(keys) for _ in group["params"]]) for group in self.param_groups]
@@ -238,12 +245,12 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 f"the weights of {', '.join(map(repr, changed[:5]))} were changed after the last "
                 "step, and the servers have others: load weights before the ServerOptimizer is made"
             )
-        present = self._present()
-        if present != self._sent:
+        if self._present() != self._numbers:
+            self._sent = self._made()
             # No update comes before rank 0's push of it, which comes after this call.
             if self.kv.rank == 0:
-                self.kv.set_optimizer(present)
-            self._sent = present
+                self.kv.set_optimizer(self._sent)
+            self._numbers = self._present()
         self._pushed.begin()
         self._is_under_way = True
 
@@ -258,6 +265,13 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._is_under_way = False
         self._passes.stepped()
         self._held.note()
+
+
+def _plain(number: Any) -> Any:
+    """Return a number of a group as what does not change in place."""
+    if isinstance(number, torch.Tensor):
+        return number.item()
+    return tuple(number) if isinstance(number, list) else number
 
 
 def _groups_of(params: Any) -> tuple[list[dict[str, Any]], dict[int, str]]:
