@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "image_classification"))
 if __name__ == "__main__" and importlib.util.find_spec("lightning") is None:
-    sys.exit("mnist: Lightning is missing; install it: pip install 'kvstore-pslite[lightning]'")
+    sys.exit("mnist: Lightning is missing; install it: pip install lightning")
 
 import lightning
 import mnist

@@ -31,8 +31,8 @@ except ModuleNotFoundError as error:
     if error.name != "jax":
         raise
     raise ModuleNotFoundError(
-        "kvstore.jax needs JAX, which is not installed here: pip install 'kvstore-pslite[jax]', or "
-        "as https://docs.jax.dev/en/latest/installation.html says for GPUs",
+        "kvstore.jax needs JAX, which is not installed here: pip install jax, or as "
+        "https://docs.jax.dev/en/latest/installation.html says for GPUs",
         name="jax",
     ) from None
 

@@ -107,3 +107,45 @@ def test_workers_of_our_launcher_are_lightnings_ranks(make_job: MakeJob, tmp_pat
     process = run(make_job(2), *launcher, *words)
     assert re.search(r"\[worker 0\] test accuracy 0\.9\d+ on 2 ranks by kvstore", process.text)
     assert "all have joined: 2 workers and 1 server" in process.text
+
+
+ON_SERVERS = """
+import torch, lightning
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.utils.data import DataLoader, TensorDataset
+import kvstore.torch as kvt
+
+kv = kvt.init()
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        [x] = batch
+        return (self.line(x) - x.sum(1, keepdim=True)).square().mean()
+    def configure_optimizers(self):
+        return kvt.ServerOptimizer(self, kv, "adam", lr=0.1)
+
+torch.manual_seed(kv.rank)  # weights and data of its own
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=1, plugins=[LightningEnvironment()], max_epochs=20, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+model = Model()
+trainer.fit(model, DataLoader(TensorDataset(torch.rand(64, 2)), 8))
+weights = model.line.weight.flatten().tolist()
+print("close", max(abs(weight - 1) for weight in weights) < 0.1, weights, flush=True)
+"""
+
+
+def test_an_optimizer_on_the_servers_is_one_of_lightnings(make_job: MakeJob) -> None:
+    """Each worker's Trainer is alone; what joins them is the optimizer."""
+    job = make_job(2)
+    script = job.directory / "script.py"
+    script.write_text(ON_SERVERS)
+    launcher = [str(ROOT / "tools" / "launch.py"), "-n", "2", "-s", "1", "--launcher", "local"]
+    process = run(job, *launcher, sys.executable, str(script))
+    found = re.findall(r"\[worker (\d)\] close True (\[.*\])", process.text)
+    assert sorted(rank for rank, _ in found) == ["0", "1"], process.text
+    assert found[0][1] == found[1][1], process.text
