@@ -6,8 +6,10 @@ groups). Runs on the caller's thread.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -160,6 +162,13 @@ def by_roles(
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    while True:
+        # From below the ports that the system gives to clients, which would take it meanwhile.
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+                return port
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise

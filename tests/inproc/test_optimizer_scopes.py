@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import LIMIT_S
+from halves import halved
 from workers import Workers
 
 import kvstore
@@ -97,10 +98,13 @@ def trained_locally(chosen: optimizer.Optimizer, num_devices: int) -> list[bytes
     return bits
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
-@pytest.mark.parametrize("num_servers", [1, 2, 3])
 @pytest.mark.parametrize(
-    "name", [*NEEDS_WHOLE_KEYS, *BY_ROW, *(f"{name} by key" for name in BY_KEY)]
+    ("name", "num_servers", "one_by_one"),
+    halved(
+        [*NEEDS_WHOLE_KEYS, *BY_ROW, *(f"{name} by key" for name in BY_KEY)],
+        [1, 2, 3],
+        [False, True],
+    ),
 )
 def test_every_key_has_the_bits_of_one_process_after_every_step(
     name: str, num_servers: int, one_by_one: bool

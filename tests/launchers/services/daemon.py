@@ -8,6 +8,7 @@ Nothing waits without a deadline, and an error shows the end of the service's ow
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -118,11 +119,20 @@ def command(
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of this machine that nothing uses now, each a different one."""
-    sockets = [socket.socket() for _ in range(count)]
+    """TCP ports of this machine that nothing uses now, each a different one.
+
+    They are from below those that the system gives to clients, which cannot take them meanwhile.
+    """
+    sockets: list[socket.socket] = []
     try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
+        while len(sockets) < count:
+            one = socket.socket()
+            try:
+                one.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            except OSError:  # it is in use
+                one.close()
+            else:
+                sockets.append(one)
         return [one.getsockname()[1] for one in sockets]
     finally:
         for one in sockets:
