@@ -5,10 +5,11 @@ and the first worker of each machine a server (``kvstore/frameworks/torch/cluste
 A child is told everything in one line of JSON on its standard input, the job's key too, so nothing
 of it is in an environment or on a command line.
 
-A child outlives a worker that was killed by ``GRACE_S`` at most: long enough to tell the others
-which worker is lost, which is better news than that a server is. A worker that ends well waits for
-its children, since others may still need them. Children ignore Ctrl-C, which reaches the whole
-process group: a worker may want to use the job once more, such as to save.
+A child outlives a worker that was killed, by the time after which a node without a connection is
+lost (PS_LOST_AFTER) and ``GRACE_S``: long enough to tell the others which worker is lost, which is
+better news than that a server is. A worker that ends well waits for its children, since others may
+still need them. Children ignore Ctrl-C, which reaches the whole process group: a worker may want to
+use the job once more, such as to save.
 
 Standard library only: the child's main sets its environment before NumPy is imported.
 """
@@ -31,8 +32,9 @@ from typing import Any
 from kvstore.launch.environment import checkout_root
 from kvstore.launch.plan import THREAD_COUNT_NAMES
 
-GRACE_S = 5.0
-"""Seconds that a child still has once its worker is gone."""
+GRACE_S = 3.0
+"""Seconds that a child still has once its worker is lost."""
+_LONGEST_S = 60.0
 _SAY_AFTER_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _MAIN = (
@@ -144,8 +146,16 @@ def _start(settings: Mapping[str, Any], key: str, fds: tuple[int, ...]) -> subpr
 def main() -> int:
     """Run the scheduler or server that standard input describes; return its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_soon)
     told = json.loads(sys.stdin.buffer.readline())
+    grace_s = GRACE_S + min(told["settings"]["lost_after_s"], _LONGEST_S)
+
+    def end_soon(number: int, frame: FrameType | None) -> None:
+        """End soon: the worker is gone, or a signal ends this process."""
+        timer = threading.Timer(grace_s, os._exit, (128 + number,))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, end_soon)
     _be_told_of_the_end_of(told["parent"])
     os.environ.update(dict.fromkeys(THREAD_COUNT_NAMES, "1"))  # the pool's threads do the work
     from kvstore.server import serve
@@ -159,16 +169,9 @@ def main() -> int:
     return serve(Config(**{**told["settings"], "job_key_fd": key_fd}))
 
 
-def _end_soon(number: int, frame: FrameType | None) -> None:
-    """End soon: the worker is gone, or a signal ends this process."""
-    timer = threading.Timer(GRACE_S, os._exit, (128 + number,))
-    timer.daemon = True
-    timer.start()
-
-
 def _be_told_of_the_end_of(parent: int) -> None:
     """Have SIGTERM sent to this process when ``parent`` is gone; on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above
-            _end_soon(signal.SIGTERM, None)
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -114,6 +114,8 @@ class SharedMemoryDriver:
         self._driver = threading.Lock()
         # Guards the next: a thread is not begun once all is over.
         self._beginning = threading.Lock()
+        # Held while the others are told of the end: the ring is not closed meanwhile.
+        self._ending = threading.Lock()
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()
 
@@ -225,7 +227,8 @@ class SharedMemoryDriver:
     def _finish(self) -> None:
         with self._driver:
             self._deliver([])
-            self.ring.close()
+            with self._ending:
+                self.ring.close()
 
     def _drive(self, spin_s: float, *, nap: bool = False) -> None:
         """Take steps, and wait so long for the next one; one thread at a time."""
@@ -321,9 +324,10 @@ class SharedMemoryDriver:
 
     def _end(self, error: BaseException, *, has_failed: bool) -> None:
         """Take part no longer, and let the others know."""
-        if self._over is None:
-            self._over = error
-            self.ring.give_up(has_failed=has_failed)
+        with self._ending:
+            if self._over is None:
+                self._over = error
+                self.ring.give_up(has_failed=has_failed)
 
     def _deliver(self, over: list[_Call]) -> None:
         """Complete the futures of calls that are over, without the lock: callbacks may call."""

@@ -403,7 +403,9 @@ def test_a_forked_child_that_closes_a_group_leaves_it_to_its_parent() -> None:
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
-        assert results([g.all_reduce(np.ones(1)) for g in pair]) == [2.0] * 2
+        early = pair[1].all_reduce(np.ones(1))
+        assert not early.done()  # it looks whether the other has left
+        assert results([pair[0].all_reduce(np.ones(1)), early]) == [2.0] * 2
 
 
 def test_only_workers_make_groups() -> None:

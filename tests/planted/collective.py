@@ -112,6 +112,13 @@ BUGS = [
         f"{_CALLS}::test_a_forked_child_that_closes_a_group_leaves_it_to_its_parent",
     ),
     Bug(
+        "a ring is closed by one thread while another tells of the end by it",
+        "pslite/collective/shared_memory_driver.py",
+        "            with self._ending:\n                self.ring.close()\n",
+        "            self.ring.close()\n",
+        "tests/unit/pslite/collective/test_shared_memory_driver.py",
+    ),
+    Bug(
         "an average divides by the ranks that have not joined",
         "pslite/collective/server.py",
         "arrays, out, size)",

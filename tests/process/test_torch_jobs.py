@@ -179,6 +179,33 @@ except RuntimeError as error:
         assert float(told[1]) - float(killed[1]) < 1.0, job.output()
 
 
+@pytest.mark.slow(reason="PS_LOST_AFTER passes, and who loses it is not asked sooner")
+def test_rank_0_is_named_where_nobody_can_look_at_its_process(make_job: MakeJob) -> None:
+    """By PS_MACHINE each rank has a machine of its own; rank 0's scheduler outlives it."""
+    job = make_job(2)
+    first, second = start_ranks(
+        job,
+        """
+dist.init_process_group("kvstore")
+summed(1)
+killed = time.time()
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    summed(1)
+except RuntimeError as error:
+    print("told after", time.time() - killed, error)
+""",
+        PS_MACHINE="machine {rank}",
+        PS_LOST_AFTER="6",
+    )
+    assert first.wait(LIMIT_S) == -signal.SIGKILL
+    assert second.wait(LIMIT_S) == 0, second.text
+    told = re.search(rf"told after (\S+) worker 0 \(pid {first.pid} on \S+\) is lost", second.text)
+    assert told is not None, second.text
+    assert 6 <= float(told[1]) < 9
+
+
 def test_workers_of_our_own_launcher_are_ranks_of_torch(make_job: MakeJob) -> None:
     """The store and the group of PyTorch use one node; torch's address is set by the launcher."""
     job = make_job(2, 2)

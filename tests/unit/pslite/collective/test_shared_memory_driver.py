@@ -177,6 +177,24 @@ def test_a_member_that_fails_is_named_where_nothing_else_is_heard(
         future.result(20)
 
 
+def test_the_ring_stays_open_while_the_others_are_told_of_the_end(group: Group) -> None:
+    member = group.members[0]
+    ring, waits = member.ring, barrier(member)
+    waits.on_done(lambda _: None)  # the thread looks every moment whether all is over
+    give_up, is_open = ring.give_up, []
+
+    def slowly(*, has_failed: bool = False) -> None:
+        time.sleep(0.2)
+        is_open.append(bool(ring._members))
+        give_up(has_failed=has_failed)
+
+    ring.give_up = slowly  # type: ignore[method-assign]
+    member.close(NodeLostError("server 0 is lost: its process is gone"))
+    assert is_open == [True]
+    with pytest.raises(NodeLostError, match="server 0 is lost"):
+        waits.result(20)
+
+
 def test_what_was_called_before_a_member_left_is_not_lost(group: Group) -> None:
     def train(rank: int, member: SharedMemoryDriver) -> float:
         out = np.empty(40_000)
