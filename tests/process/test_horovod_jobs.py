@@ -28,7 +28,10 @@ def test_ranks_that_others_start_join_twice_and_leave_nothing(make_job: MakeJob)
         """
 import kvstore.horovod.torch as hvd
 for times in (1, 2):
-    hvd.init()
+    part = hvd.ProcessSet([1])
+    hvd.init(process_sets=[part])
+    hvd.init(process_sets=[part])  # does nothing
+    assert (part.included(), part.size()) == (rank == 1, 1)
     assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (rank, size, rank, size)
     assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
     names = ["a", "b"] if rank else ["b", "a"]

@@ -188,10 +188,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             "hvd.ProcessSet for a part of the ranks"
         )
     with _lock:
-        if _session is None:
-            _num_sessions += 1
-            _session = _begin()
-        session = _session
+        if _session is not None:
+            return
+        _num_sessions += 1
+        session = _session = _begin()
     global_process_set.ranks = list(session.sets[0])
     for process_set in [] if process_sets in (None, "dynamic") else process_sets:
         add_process_set(process_set)
