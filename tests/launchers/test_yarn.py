@@ -371,7 +371,7 @@ def test_a_python_that_the_hosts_have_not_is_a_sentence(launcher: Launcher) -> N
 @pytest.mark.parametrize(
     ("words", "faults", "code", "sentence"),
     [
-        (["--jobname", "a b"], {}, 2, "--jobname must have only letters"),
+        (["--jobname", "a b"], {}, 2, "--jobname must begin with a letter or digit"),
         (["--launcher-args=-no_such"], {}, 1, "  org.apache.commons.cli.UnrecognizedOption"),
         (["--queue", "none"], {"unknown_queues": ["none"]}, 1, "root.none is not a leaf queue"),
         ([], {"no_file_system": True}, 1, "  mkdir: Call From here to nn:8020 failed"),

@@ -241,7 +241,8 @@ def application_name(jobname: str | None) -> str:
     """Return a unique name, for YARN's lists and a directory in HDFS."""
     if jobname is not None and not _NAME.match(jobname):
         raise LaunchError(
-            "--jobname must have only letters, digits, '.', '_' and '-', since it also names a "
+            "--jobname must begin with a letter or digit and have only letters, digits, '.', '_' "
+            "and '-', since it also names a "
             f"directory in HDFS, got '{jobname}'"
         )
     return f"{jobname or 'kvstore'}-{secrets.token_hex(4)}"
