@@ -123,7 +123,7 @@ class KeyEntry(NamedTuple):
 
 
 class PartEntry(NamedTuple):
-    """One part, as a server is told to create it."""
+    """One part, as a request tells a server to create it."""
 
     part: int
     key: Key

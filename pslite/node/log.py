@@ -94,7 +94,7 @@ class Log:
         self.warn(f"{text} (and {left_out} more like it)" if left_out else text)
 
     def error(self, text: str) -> None:
-        """Report that something is wrong and this node cannot go on."""
+        """Log an error after which this node cannot continue."""
         self._line(text, logging.ERROR)
 
     def trace(self, direction: str, peer: str, message: Message, frames: Sequence[Any]) -> None:

@@ -49,7 +49,7 @@ class Rendezvous:
     def register(
         self, node: NodeInfo, num_workers: int, num_servers: int, package: str
     ) -> Refusal | None:
-        """Take a registration. The same node again changes nothing."""
+        """Register a node. Registering it again changes nothing."""
         for known in self.registered:
             if known.incarnation == node.incarnation or known.uid == node.uid:
                 is_same = (known.incarnation, known.uid) == (node.incarnation, node.uid)

@@ -75,9 +75,8 @@ class ArrayJob(Cluster):
         name = self.places.jobname
         if name is not None and not _JOB_NAME.match(name):
             raise LaunchError(
-                "--jobname must be printable ASCII for Grid Engine, not begin with a digit, '.' or '#', "
-                "and not have "
-                f"spaces or any of / : @ \\ * ? ' \" [ ] {{ }} | ( ) , %, got '{name}'"
+                "--jobname must be printable ASCII for Grid Engine, not begin with a digit, '.' or "
+                f"'#', and not have spaces or any of / : @ \\ * ? ' \" [ ] {{ }} | ( ) , %, got '{name}'"
             )
         self.worker_cores = slots_of_a_task(options)
         self._slots = self._wanted_slots(can_ask)

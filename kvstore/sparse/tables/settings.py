@@ -72,7 +72,7 @@ class TableSettings:
         return self.dim * (self.dtype.itemsize + state_bytes) + OVERHEAD_BYTES
 
     def limit_bytes(self, optimizer: Optimizer | None, capacity: int | None) -> int | None:
-        """Return the most that a share of this capacity keeps; None without a capacity."""
+        """Return the most bytes that a share of this capacity uses, or None."""
         if capacity is None:
             return None
         waiting_bytes = self.num_waiting(capacity) * WAITING_BYTES

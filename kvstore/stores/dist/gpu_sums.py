@@ -39,7 +39,7 @@ def sums_of(
 ) -> Sums:
     """Add up each key's values, on the device of the first of them.
 
-    ``rows`` has for each key its arrays, of any libraries on any devices, in shape and dtype
+    ``rows`` has the arrays of each key, of any libraries on any devices, in the shape and dtype
     of its spec; they are only read, before the call returns. Keys that can be fused lie, by
     GPU, dtype and number of values, one after the other in memory of ``buffer``, of which
     ``is_pinned`` says whether it is page-locked. A single value on the host is not copied.
