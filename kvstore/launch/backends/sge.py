@@ -76,7 +76,8 @@ class ArrayJob(Cluster):
         if name is not None and not _JOB_NAME.match(name):
             raise LaunchError(
                 "--jobname must be printable ASCII for Grid Engine, not begin with a digit, '.' or "
-                f"'#', and not have spaces or any of / : @ \\ * ? ' \" [ ] {{ }} | ( ) , %, got '{name}'"
+                "'#', and not have spaces or any of "
+                f"/ : @ \\ * ? ' \" [ ] {{{{ }}}} | ( ) , %, got '{name}'"
             )
         self.worker_cores = slots_of_a_task(options)
         self._slots = self._wanted_slots(can_ask)

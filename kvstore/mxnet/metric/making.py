@@ -214,8 +214,8 @@ def create(metric: MetricLike, *args: Any, **kwargs: Any) -> EvalMetric:
     Names are ``acc``, ``ce``, ``f1`` and so on. A function takes (label, prediction). An object
     has ``update``, ``compute`` and ``reset``. A metric is returned unchanged.
 
-    ``args`` and ``kwargs`` are for the class, or each class of a list. ``get_config``'s result makes
-    a metric too, as a mapping or as a JSON text, and so does a text ``["name", {...}]``.
+    ``args`` and ``kwargs`` are for the class, or each class of a list. The result of
+    ``get_config`` makes a metric too, as a mapping or as a JSON text, and so does a text ``["name", {...}]``.
     Raises ``ArgumentValueError``, which lists the names, and ``ArgumentTypeError``.
     """
     if isinstance(metric, EvalMetric):
