@@ -77,7 +77,7 @@ class ArrayJob(Cluster):
             raise LaunchError(
                 "--jobname must be printable ASCII for Grid Engine, not begin with a digit, '.' or "
                 "'#', and not have spaces or any of "
-                f"/ : @ \\ * ? ' \" [ ] {{{{ }}}} | ( ) , %, got '{name}'"
+                f"/ : @ \\ * ? ' \" [ ] {{ }} | ( ) , %, got '{name}'"
             )
         self.worker_cores = slots_of_a_task(options)
         self._slots = self._wanted_slots(can_ask)

@@ -215,7 +215,8 @@ def create(metric: MetricLike, *args: Any, **kwargs: Any) -> EvalMetric:
     has ``update``, ``compute`` and ``reset``. A metric is returned unchanged.
 
     ``args`` and ``kwargs`` are for the class, or each class of a list. The result of
-    ``get_config`` makes a metric too, as a mapping or as a JSON text, and so does a text ``["name", {...}]``.
+    ``get_config`` makes a metric too, as a mapping or as a JSON text, and so does a text
+    ``["name", {...}]``.
     Raises ``ArgumentValueError``, which lists the names, and ``ArgumentTypeError``.
     """
     if isinstance(metric, EvalMetric):
