@@ -100,6 +100,7 @@ def run_rank(
     else:
         dist.init_process_group(flags.backend)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    torch.manual_seed(dist.get_rank())  # weights of its own, and the same run each time
     run(flags)
     dist.destroy_process_group()
 
@@ -108,7 +109,7 @@ def main(run: Callable[[argparse.Namespace], None]) -> None:
     """Read the arguments, and run this process's rank or all of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("backend", nargs="?", default="kvstore", help="kvstore, gloo or mpi")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
     parser.add_argument("--ranks", type=int, default=0, help="start as many here, by mp.spawn")
     flags = parser.parse_args()
