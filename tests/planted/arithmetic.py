@@ -22,8 +22,8 @@ BUGS = [
     Bug(
         "Nesterov's momentum does not look ahead",
         "kvstore/optimizer/sgd.py",
-        "np.multiply(velocity, self.momentum, out=scratch)",
-        "np.positive(velocity, out=scratch)",
+        "np.multiply(velocity, self.momentum, out=scratch)\n            np.subtract(grad",
+        "np.positive(velocity, out=scratch)\n            np.subtract(grad",
         "tests/unit/kvstore/optimizer/test_optimizer_formulas.py",
     ),
     Bug(
