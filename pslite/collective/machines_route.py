@@ -28,7 +28,7 @@ from pslite.collective.server_route import ServerRoute
 from pslite.collective.shared_memory_calls import Description, Progress, Stream, Take
 from pslite.collective.shared_memory_driver import SharedMemoryDriver
 from pslite.collective.shared_memory_route import reducing
-from pslite.collective.sums import DTYPES
+from pslite.collective.sums import BFLOAT16, DTYPES, divide
 from pslite.collective.wire import pack_collective, pack_layouts, unpack_layouts
 from pslite.future import Future, gather
 from pslite.protocol.collective import ANY, CallKey, CollectiveCall, GroupKey, LeadersStep
@@ -120,6 +120,9 @@ class MachinesRoute:
         def finish(_: object) -> T:
             if self._is_leader:
                 plan.finish()
+            if _is_divided_last(call):
+                for array in into:
+                    divide(flat(array).view(DTYPES[call.dtype]), self._size)
             return value
 
         return self._watched(key, call, gather(parts).map(finish))
@@ -275,7 +278,8 @@ class MachinesRoute:
         self, key: CallKey, call: CollectiveCall, values: Bytes, total: Bytes
     ) -> tuple[Bytes, Callable[[Progress], Future[None]] | None]:
         """Return the machine's sum, as it will lie on the leader, and what has it made."""
-        dtype, reduce, up = DTYPES[call.dtype], reducing(call, self._size), self._up
+        added = call._replace(op="sum") if _is_divided_last(call) else call
+        dtype, reduce, up = DTYPES[call.dtype], reducing(added, self._size), self._up
         array = values.view(dtype)
         out = total.view(dtype) if self._is_leader else None
         if up is None:
@@ -358,9 +362,14 @@ class MachinesRoute:
 
 
 def _among_leaders(call: CollectiveCall) -> CollectiveCall:
-    """Return how the machines' sums are combined; averages are divided on the machines."""
+    """Return how the machines' sums are combined; most averages are divided on the machines."""
     op = "sum" if call.op in _CHANGED_BY_MACHINE else call.op
     return call._replace(op=op, factor=None)
+
+
+def _is_divided_last(call: CollectiveCall) -> bool:
+    """Return whether each rank divides the whole sum: parts of integers would lose remainders."""
+    return call.op == "average" and call.dtype != BFLOAT16 and DTYPES[call.dtype].kind in "iu"
 
 
 def _copying(*places: Bytes, begin: int = 0) -> Take:

@@ -107,12 +107,13 @@ def reduce_in_order(
             for block in blocks[2:]:
                 combine(total, block, out=total)
             if op == "average":
-                _divide(total, num_ranks or len(arrays))
+                divide(total, num_ranks or len(arrays))
             if is_half:
                 out[part] = _rounded(total, dtype)
 
 
-def _divide(total: Array, number: int) -> None:
+def divide(total: Array, number: int) -> None:
+    """Divide in place; integers are cut off towards zero."""
     if total.dtype.kind in "iu":
         wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
         wide -= np.fmod(wide, wide.dtype.type(number))  # NumPy's division rounds down

@@ -117,6 +117,24 @@ def test_operations(group: list[Communicator], op: str, combine: Callable[[Any],
         np.testing.assert_allclose(found, combine(sent), rtol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "int8", "uint16"])
+def test_an_average_of_integers_is_cut_off_once(group: list[Communicator], dtype: str) -> None:
+    size = len(group)
+    sign = 1 if dtype == "uint16" else -1
+    sent = [np.array([1, sign * 5, 7 * rank], dtype) for rank in range(size)]
+    wanted = [1, sign * 5, 7 * (size - 1) // 2]
+    for found in results([g.all_reduce(a, "average") for g, a in zip(group, sent, strict=True)]):
+        np.testing.assert_array_equal(found, wanted)
+    parts = [
+        group[rank].reduce_scatter(np.tile(sent[rank], (size, 1)), "average")
+        for rank in range(size)
+    ]
+    for found in results(parts):
+        np.testing.assert_array_equal(np.ravel(found), wanted)
+    roots = [g.reduce(a, 1, "average") for g, a in zip(group, sent, strict=True)]
+    np.testing.assert_array_equal(results(roots)[1], wanted)
+
+
 def test_an_average_of_halves_does_not_overflow(group: list[Communicator]) -> None:
     large = np.full(9, 60_000, np.float16)
     for found in results([g.all_reduce(large, "average") for g in group]):
