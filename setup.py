@@ -46,6 +46,7 @@ DEVELOPMENT = [
     # Array libraries that the tests try: PyTorch comes from its own index (see the Makefile).
     "ml_dtypes>=0.5",
     "jax>=0.4.30",
+    "optax>=0.2",
     "matplotlib>=3.8",
     "cloudpickle>=3.0",  # lambdas and notebooks' functions for kvstore.run
     "safetensors>=0.4.5",  # reads what our own writer has written, and the other way round

@@ -142,15 +142,16 @@ class TorchSGD(MomentumOptimizer):
 
 
 @kernels.formula_of(TorchSGD)
-def _compiled_without_momentum(sgd: TorchSGD, count: int) -> kernels.Formula | None:
-    if sgd.momentum != 0.0:
+def _compiled_but_for_nesterov(sgd: TorchSGD, count: int) -> kernels.Formula | None:
+    if sgd.momentum != 0.0 and (sgd.nesterov or sgd.dampening != 0.0):
         return None
     return kernels.Formula(
-        kernels.SGD,
+        kernels.SGD if sgd.momentum == 0.0 else kernels.TORCH_MOMENTUM,
         rescale=sgd.rescale_grad,
         limit=max(sgd.clip_gradient or 0.0, 0.0),
         decay=sgd.wd,
         rate=sgd.rate(count),
+        momentum=sgd.momentum,
     )
 
 

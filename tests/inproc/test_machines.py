@@ -21,10 +21,10 @@ class Spread(InprocCluster):
 
     def __init__(self, workers: list[str], servers: list[str], **config: Any) -> None:
         super().__init__(len(workers), len(servers), prepare=install, **config)
-        self._machines = {"worker": workers, "server": servers}
+        self._places = {"worker": workers, "server": servers}
 
     def _start(self, role: str, rank: int | None) -> pslite.Postoffice:
-        self._config["machine"] = "" if rank is None else self._machines[role][rank]
+        self._config["machine"] = "" if rank is None else self._places[role][rank]
         return super()._start(role, rank)
 
 

@@ -13,7 +13,7 @@ from workers import Workers
 torch = pytest.importorskip("torch")
 
 import kvstore.torch as kvt  # noqa: E402
-from torch_training import (  # noqa: E402
+from torch_models import (  # noqa: E402
     assert_close,
     batch,
     bits,

@@ -13,7 +13,7 @@ from workers import Workers
 torch = pytest.importorskip("torch")
 
 import kvstore.torch as kvt  # noqa: E402
-from torch_training import assert_close, batch, bits, net, train, weights  # noqa: E402
+from torch_models import assert_close, batch, bits, net, train, weights  # noqa: E402
 
 from kvstore import optimizer as servers_optimizers  # noqa: E402
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, OptimizerMismatch  # noqa: E402

@@ -31,11 +31,11 @@ from pslite import Config
 Array = np.ndarray[Any, Any]
 Row = Sequence[Array]
 
-INTERFACE = 4
+INTERFACE = 5
 """A module built from another version of the sources has another number, and is not used."""
 
 # The numbers of native/kernels.h.
-_ASSIGN, SGD, MOMENTUM, ADAM = range(4)
+_ASSIGN, SGD, MOMENTUM, ADAM, TORCH_MOMENTUM = range(5)
 _FLOAT32, _FLOAT64, _FLOAT16, _BFLOAT16 = range(4)
 
 _KINDS = {np.dtype("f4"): _FLOAT32, np.dtype("f8"): _FLOAT64, np.dtype("f2"): _FLOAT16}

@@ -45,6 +45,7 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "resend_timeout_s": ("1500", 1.5, 0.25),
     "drop_percent": ("10", 10.0, 20.0),
     "shm": ("0", False, True),
+    "sum_on_machines": ("0", False, True),
     "shm_bytes": ("1048576", 1 << 20, 2 << 20),
     "chunk_bytes": ("4096", 4096, 8192),
     "credit_bytes": ("2097152", 2 << 20, 3 << 20),

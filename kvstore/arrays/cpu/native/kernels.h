@@ -35,7 +35,7 @@
 #define STRETCH 32768
 
 enum kind { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, NUM_KINDS };
-enum rule { ASSIGN, SGD, MOMENTUM, ADAM, NUM_RULES };
+enum rule { ASSIGN, SGD, MOMENTUM, ADAM, TORCH_MOMENTUM, NUM_RULES };
 enum { MOST_STATES = 2 };
 
 /* The numbers of an optimizer for one update, in the order of kernels.Formula. */

@@ -49,38 +49,46 @@ static TARGET ALWAYS_INLINE REAL NAME(clipped)(REAL grad, const struct numbers *
 static TARGET ALWAYS_INLINE void NAME(sgd_loop)(const struct numbers *by, LOOSE *restrict weight,
                                                 LOOSE *restrict velocity,
                                                 const struct NAME(gradient) *of, size_t n,
-                                                int has_velocity, int has_last, int decays)
+                                                enum rule rule, int has_last, int decays)
 {
     const REAL decay = (REAL)by->decay, rate = (REAL)by->rate, momentum = (REAL)by->momentum;
     for (size_t i = 0; i < n; i++) {
         REAL g = NAME(clipped)(NAME(scaled)(of, i, by, has_last), by);
         if (decays)
             g += decay * weight[i];
-        g *= rate;
-        if (has_velocity) {
-            const REAL speed = velocity[i] * momentum - g;
+        if (rule == TORCH_MOMENTUM) { /* the rate multiplies the whole velocity */
+            const REAL speed = velocity[i] * momentum + g;
+            velocity[i] = speed;
+            weight[i] -= speed * rate;
+        } else if (rule == MOMENTUM) {
+            const REAL speed = velocity[i] * momentum - g * rate;
             velocity[i] = speed;
             weight[i] += speed;
         } else {
-            weight[i] -= g;
+            weight[i] -= g * rate;
         }
     }
 }
 
-static TARGET void NAME(sgd)(const struct numbers *by, LOOSE *weight, LOOSE *velocity,
-                             const struct NAME(gradient) *of, size_t n)
+static TARGET void NAME(sgd)(enum rule rule, const struct numbers *by, LOOSE *weight,
+                             LOOSE *velocity, const struct NAME(gradient) *of, size_t n)
 {
 #define SGD_LOOP(...) NAME(sgd_loop)(by, weight, velocity, of, n, __VA_ARGS__)
-    switch ((velocity != NULL) << 2 | (of->last != NULL) << 1 | (by->decay != 0.0)) {
-    case 0: SGD_LOOP(0, 0, 0); break;
-    case 1: SGD_LOOP(0, 0, 1); break;
-    case 2: SGD_LOOP(0, 1, 0); break;
-    case 3: SGD_LOOP(0, 1, 1); break;
-    case 4: SGD_LOOP(1, 0, 0); break;
-    case 5: SGD_LOOP(1, 0, 1); break;
-    case 6: SGD_LOOP(1, 1, 0); break;
-    case 7: SGD_LOOP(1, 1, 1); break;
+#define SGD_LOOPS(RULE)                                                                           \
+    switch ((of->last != NULL) << 1 | (by->decay != 0.0)) {                                       \
+    case 0: SGD_LOOP(RULE, 0, 0); break;                                                          \
+    case 1: SGD_LOOP(RULE, 0, 1); break;                                                          \
+    case 2: SGD_LOOP(RULE, 1, 0); break;                                                          \
+    case 3: SGD_LOOP(RULE, 1, 1); break;                                                          \
     }
+    if (rule == SGD) {
+        SGD_LOOPS(SGD)
+    } else if (rule == MOMENTUM) {
+        SGD_LOOPS(MOMENTUM)
+    } else {
+        SGD_LOOPS(TORCH_MOMENTUM)
+    }
+#undef SGD_LOOPS
 #undef SGD_LOOP
 }
 
@@ -173,7 +181,7 @@ static TARGET void NAME(update)(const struct work *work, const struct NAME(gradi
     if (work->rule == ADAM)
         NAME(adam)(work->numbers, weight, states[0], states[1], of, n);
     else
-        NAME(sgd)(work->numbers, weight, states[0], of, n);
+        NAME(sgd)(work->rule, work->numbers, weight, states[0], of, n);
     if (work->master != NULL)
         NARROW(work->weight_kind, stored, weight, n);
 }

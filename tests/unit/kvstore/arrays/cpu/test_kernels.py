@@ -42,6 +42,14 @@ optimizers = st.one_of(
         clip_gradient=limits,
     ),
     st.builds(
+        optimizer.TorchSGD,
+        learning_rate=numbers,
+        momentum=st.sampled_from([0.0, 0.9, 1 / 3]),
+        wd=st.sampled_from([0.0, 1e-4]),
+        rescale_grad=factors,
+        clip_gradient=limits,
+    ),
+    st.builds(
         optimizer.Adam,
         learning_rate=numbers,
         wd=st.sampled_from([0.0, 1e-4]),

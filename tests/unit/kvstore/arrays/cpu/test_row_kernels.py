@@ -26,6 +26,7 @@ NUM_ROWS = 40
 OPTIMIZERS = [
     optimizer.SGD(learning_rate=0.1, wd=0.01, rescale_grad=0.5, clip_gradient=2.0),
     optimizer.SGD(learning_rate=0.1, momentum=0.9),
+    optimizer.TorchSGD(learning_rate=0.1, momentum=0.9, wd=0.01),
     optimizer.Adam(learning_rate=0.1),
 ]
 DTYPES = {"f2": np.dtype("f2"), "f4": np.dtype("f4"), "f8": np.dtype("f8")}
@@ -54,7 +55,7 @@ def updated(native: str, rounds: list[list[Contribution]], by: Optimizer, spec: 
 
 
 @pytest.mark.parametrize("native", NATIVE)
-@pytest.mark.parametrize("by", OPTIMIZERS, ids=["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("by", OPTIMIZERS, ids=["sgd", "momentum", "torchsgd", "adam"])
 @pytest.mark.parametrize("name", [*DTYPES, "bfloat16"])
 @given(width=st.integers(1, 9), seed=st.integers(0, 99))
 @settings(max_examples=25)  # for each optimizer, dtype and set of kernels
