@@ -1,7 +1,7 @@
 """Run a server or scheduler: ``python -m kvstore.server``, by DMLC_ROLE.
 
-``install`` gives a node what stores need of it: the directory of keys on the scheduler, the
-stores themselves on a server. Importing has no effect. Read next: ``app.py``.
+``install`` adds the parts that stores need to a node: the directory of keys to the scheduler, the
+stores themselves to a server. Importing has no effect. Read next: ``app.py``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SOURCE = "--server-import or KVSTORE_SERVER_IMPORT"
 
 
 def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
-    """Give a scheduler or server node what stores need of it. Before it is driven.
+    """Add the parts that stores need to a scheduler or server node, before it runs.
 
-    ``import_errors`` say what could not be imported; workers see them where it matters. Each
-    role imports only what it runs: a job starts sooner for it.
+    ``import_errors`` say which modules could not be imported; a worker sees them when it needs such
+    a module. Each role imports only the code that it runs, so that a job starts sooner.
     """
     if node.role is Role.SERVER:
         from kvstore.server.app import OneForAll, ServerStores
@@ -59,7 +59,10 @@ def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
 
 
 def _shares(node: Postoffice) -> Sequence[float] | None:
-    """Return each server's share of all bytes, once the roster is known, or None."""
+    """Return each server's share of all bytes; None for equal shares.
+
+    The roster must be known.
+    """
     if node.config.placement == "equal":
         return None
     machines: dict[str, list[str]] = {role.value: [] for role in Role}
@@ -73,8 +76,8 @@ def _shares(node: Postoffice) -> Sequence[float] | None:
 def import_modules(names: str, source: str = _SOURCE) -> list[str]:
     """Import the modules of KVSTORE_SERVER_IMPORT; return tracebacks of failures.
 
-    ``names`` are modules, or paths of files that end in ``.py``, separated by commas; ``source``
-    is what the text says of where they come from.
+    ``names`` are modules, or paths of files that end in ``.py``, separated by commas. ``source``
+    is the setting that named them, for the error text.
     """
     errors = []
     for name in filter(None, (part.strip() for part in names.split(","))):
@@ -86,7 +89,7 @@ def import_modules(names: str, source: str = _SOURCE) -> list[str]:
 
 
 def import_failures(names: str, source: str) -> list[str]:
-    """Import the same modules; return one line for each failure.
+    """Import modules as ``import_modules`` does; return one line for each failure.
 
     The launcher uses it.
     """
@@ -109,7 +112,7 @@ def _import(name: str) -> None:
 def serve(config: Config, *, joined_fd: int = -1) -> int:
     """Run a scheduler or a server until its job is over; returns the exit code.
 
-    A line goes to ``joined_fd``, where one is given, once the cluster is complete.
+    When the cluster is complete, a line is written to ``joined_fd``, if one is given.
     """
     try:
         config.checked_for_cluster()
@@ -144,10 +147,11 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
     try:
         node.finished.result()
     except PSError as error:
-        # Before it stays to tell its peers: the launcher may end it while it does.
+        # First the exit code: the launcher may end this process while it informs its peers.
         exit_code = _failed(error)
     except KeyboardInterrupt:
-        # A node that still needs this one has lost it: that it left would blame the next to end.
+        # A node that still needs this one has lost it. After a goodbye, the next node that ends
+        # would be blamed instead.
         goodbye = False
         raise
     finally:

@@ -1,8 +1,8 @@
 """The stores of a server: the data plane's app, and the answers to ``StoreCall``.
 
-The plane (``pslite/plane``) says which contributions make a round. Which parts there are, and what
-is asked about them, stands in ``dense.py`` and ``rows.py``; here is what concerns stores as a
-whole, and which of the two has a part. Requests arrive on the I/O thread. Read next: ``dense.py``.
+The plane (``pslite/plane``) decides which contributions make a round. ``dense.py`` and ``rows.py``
+keep the parts and answer requests about them; this module handles whole stores, and finds which of
+the two has a part. Requests arrive on the I/O thread. Read next: ``dense.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pslite.errors import ProtocolError, UsageError
 from pslite.ids import Role, rank_of
 from pslite.plane import Formed, Job, Outcome, Piece, ServerPlane
 
-#: What one worker does for all of them: the lowest rank that is there, as the directory decides.
+#: Requests that one worker makes for all of them: the lowest live rank, chosen by the directory.
 ONCE_FOR_ALL = frozenset(
     {
         StoreCall.INIT,
@@ -44,7 +44,7 @@ ONCE_FOR_ALL = frozenset(
         StoreCall.TABLE_OPTIMIZER,
     }
 )
-#: So long the goodbye of a lower rank, which the scheduler knows, may be on its way to a server.
+#: The goodbye of a lower rank may reach a server this much later than the scheduler.
 GOODBYE_S = 5.0
 _LOOK_EVERY_S = 0.25
 
@@ -52,8 +52,8 @@ _LOOK_EVERY_S = 0.25
 class OneForAll:
     """A filter that accepts ``ONCE_FOR_ALL`` requests from the lowest rank only.
 
-    No other rank needs them, so what one asks for by mistake or in malice does no harm. ``handle``
-    is the app's; on the I/O thread.
+    No other rank needs to send them, so a mistaken or malicious request does no harm. ``handle``
+    passes accepted requests to the app. Runs on the I/O thread.
     """
 
     def __init__(self, node: Postoffice, handle: Callable[[Incoming], None]) -> None:
@@ -68,7 +68,7 @@ class OneForAll:
             self._handle(incoming)
 
     def _first(self) -> int:
-        # Where all have left, who asked was the last one, or one of the last.
+        # If all workers have left, the sender was the last one, or one of the last.
         return min(self._node.membership.live(Role.WORKER), default=sys.maxsize)
 
     def _wait(self, incoming: Incoming, patience_s: float) -> None:
@@ -111,14 +111,14 @@ class ServerStores:
             stall_report_s=config.report_after_s,
         )
         lanes = Lanes(node.pool.submit)
-        # One large message's worth (``stores/dist/plan.py``): keys that came one by one, and a
-        # small model of whose keys a loop makes messages of its own. What lies on two lanes goes on
-        # part by part.
+        # Small parts share a lane up to the size of one large message (``stores/dist/plan.py``), so
+        # that keys that were created one by one are updated together. A message for parts of two
+        # lanes is handled part by part.
         numbers = LaneNumbers(most_group_bytes(config))
         self._dense = DenseStores(node, self._plane, self._store, numbers, lanes)
         self._parts = self._dense.parts
         self._rows = RowStores(self._plane, self._store, self._optimizer_of, numbers.own, lanes)
-        # What is asked often, and of dense parts only, goes straight there.
+        # Frequent calls that only concern dense parts go straight to them.
         self.check = self._dense.check
         self.read = self._dense.read
         node.traffic.serve(self._plane)
@@ -143,7 +143,7 @@ class ServerStores:
         return None if found is None else found.title
 
     def send_joined(self) -> None:
-        """Send nothing: a server does not hold messages back."""
+        """Do nothing: a server never holds messages back."""
 
     # -- rounds ------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class ServerStores:
         return self._rows.apply(job, self._parts.get(job.parts[0]))
 
     def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
-        """Take rows that are pushed or requested; see ``row_part.py``."""
+        """Check a push or a request of rows and return it; see ``row_part.py``."""
         found = self._rows.get(part) or self._parts.get(part)
         if form != ROWS_FORM or found is None:
             raise UsageError(f"this server does not have part {part} in form {form}")
@@ -175,7 +175,7 @@ class ServerStores:
         return rows
 
     def answer(self, part: int, wanted: Any) -> Any:
-        """Answer with copies of rows: others may change them when this returns."""
+        """Return copies of the requested rows, since updates may change the originals."""
         most_bytes = self._node.config.max_message_bytes
         rows = self._rows.get(part)
         if rows is not None:
@@ -202,7 +202,7 @@ class ServerStores:
         return found
 
     def _delete(self, incoming: Incoming) -> None:
-        """Forget parts; parts already gone are not an error (another rank deleted half)."""
+        """Forget parts; another rank may have deleted some of them already."""
         _, parts = unpack(incoming.body, int, list)
         self._forget(parts)
         incoming.respond()

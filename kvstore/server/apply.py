@@ -1,11 +1,11 @@
 """Apply rounds of neighbouring parts as one array.
 
-Parts that lie side by side in an arena and are updated alike are a ``Stretch``: what can be said
-of a list of parts once. Where their contributions of this time lie side by side as well, within
-one job or over several, they become one ``PartRun``, which adds up and updates: so a model of many
-small keys costs a few calls of NumPy and not one for each key. On the pool thread of the arena's
-lane. Pure: no sockets, no clock. Read next: ``arrays/cpu/sums.py`` for the arithmetic,
-``part_table.py`` for who calls this.
+Parts that are neighbours in an arena and have the same optimizer are a ``Stretch``, which is
+computed once for a list of parts. If the contributions of a round are neighbours in memory as well,
+within one job or over several, the parts become one ``PartRun``, which adds and updates them
+together. So a model of many small keys takes a few calls of NumPy instead of one for each key. Runs
+on the pool thread of the arena's lane. Pure: no sockets, no clock. Read next:
+``arrays/cpu/sums.py`` for the arithmetic, ``part_table.py``, which calls this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.server.memory import Arena, Part
 from pslite.plane import Piece, cuts_of, piece_of
 
 _ALONE = Cores(1)
-#: Where encoded contributions are added up.
+#: The workspace block in which encoded contributions are added up.
 _SUM_SLOT = 3
 
 
@@ -36,29 +36,29 @@ class Stretch(NamedTuple):
     optimizer: Optimizer | None
     parts: tuple[Part, ...]
     first: int
-    """Index of the first of them in the list of parts that this was compiled from."""
+    """Index of the first part in the list of parts from which the stretch was compiled."""
     offset: int
     """Where their bytes begin in a contribution to all parts of the list."""
 
     @property
     def nbytes(self) -> int:
-        """Of a contribution."""
+        """The size of a contribution."""
         if self.chain is not None:
             return self.parts[0].push_bytes
         return (self.parts[-1].stop - self.parts[0].start) * self.arena.weight.itemsize
 
     @property
     def chain(self) -> Chain | None:
-        """By which contributions to it, a single part, are encoded."""
+        """The codecs of its contributions; only a stretch of a single part has any."""
         return self.parts[0].rule.chain
 
     def is_followed_by(self, part: Part, optimizer: Optimizer | None, index: int) -> bool:
-        """Return whether a part, the ``index``-th of the list, continues this."""
+        """Return whether a part, the ``index``-th of the list, continues the stretch."""
         is_next = index == self.first + len(self.parts)
         return is_next and self.goes_with(part, optimizer, self.parts[-1].stop)
 
     def goes_with(self, part: Part, optimizer: Optimizer | None, start: int) -> bool:
-        """Return whether a part is updated as these are, and begins at ``start``."""
+        """Return whether a part begins at ``start`` and can be updated with this stretch."""
         return (
             part.start == start
             and part.arena is self.arena
@@ -68,7 +68,7 @@ class Stretch(NamedTuple):
         )
 
     def of_one_count(self) -> Iterable[Stretch]:
-        """Split a stretch where parts have seen different numbers of updates."""
+        """Return the stretch, split into single parts if their update counts differ."""
         count = self.parts[0].count
         if all(part.count == count for part in self.parts):
             return (self,)
@@ -85,13 +85,13 @@ class PartRun:
     """Neighbouring parts with neighbouring contributions, as one array."""
 
     stretch: Stretch
-    """The first of them."""
+    """The first stretch."""
     stop: int
-    """Where they end in their arena."""
+    """Where the parts end in their arena."""
     count: int
     pieces: list[Piece]
     members: list[tuple[int, range]]
-    """(index of a job, some of its parts): whom an error concerns."""
+    """(index of a job, some of its parts): the parts that fail if this run fails."""
     out: Flat | None
     """Bytes to which the new values are copied."""
 
@@ -129,7 +129,7 @@ class PartRun:
             apply_round(weight, [total], optimizer, state, self.count + 1, arena.workspace)
             return
         itemsize = weight.itemsize
-        # Where a worker's values come in several frames, up to the end of each.
+        # If a worker's values come in several frames: each piece up to the end of a frame.
         begin = 0
         for end in [*cuts_of(self.pieces), weight.nbytes]:
             some = slice(begin // itemsize, end // itemsize)
@@ -151,7 +151,7 @@ class PartRun:
     def _decoded(self, chain: Chain, weight: Flat, workspace: Workspace) -> Flat:
         """Return the sum of encoded contributions, in rank order, in the dtype of sums.
 
-        Valid until the arena's next. Raises ``ProtocolError`` before anything has changed.
+        It is valid until the arena's next sum. Raises ``ProtocolError`` before anything changes.
         """
         dtype = weight.dtype
         total = workspace.block(_SUM_SLOT, accumulation_dtype(dtype), len(weight))
@@ -163,7 +163,7 @@ class PartRun:
 def add_run(
     runs: list[PartRun], index: int, stretch: Stretch, payloads: Sequence[Piece], out: Flat | None
 ) -> None:
-    """Add a stretch to a job of updates."""
+    """Add a stretch of the ``index``-th job to the last run, or begin a new run."""
     start, nbytes = stretch.offset, stretch.nbytes
     pieces = [piece_of(piece, start, start + nbytes) for piece in payloads]
     count = stretch.parts[0].count

@@ -1,6 +1,6 @@
 """The sums of collective calls on a server, by compiled kernels if possible.
 
-The bits are those of ``pslite``'s own arithmetic, which does the rest. Runs on the pool.
+``pslite``'s own arithmetic does the rest, and the results have the same bits. Runs on the pool.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Flat = np.ndarray[Any, Any]
 
 
 def add_up(dtype: str, arrays: Sequence[Flat], out: Flat) -> bool:
-    """Set ``out`` to the sum of the arrays, in their order; whether that was done."""
+    """Set ``out`` to the sum of the arrays, in their order; return False if it cannot."""
     if dtype == "bfloat16":
         try:
             kind = bfloat16()

@@ -1,9 +1,9 @@
 """The dense parts of a server, and the requests about them.
 
-What ``rows.py`` is for keys and tables with rows. Requests arrive on the I/O thread, rounds on the
-pool thread of their lane; what touches an arena's memory is handed to that thread, so that no value
-is read or written while it is updated. Read next: ``part_table.py`` for the rounds, ``memory.py``
-for the memory.
+``rows.py`` does the same for keys and tables with rows. Requests arrive on the I/O thread, rounds
+on the pool thread of their lane. All work on an arena's memory is done on that pool thread, so that
+no value is read or written while it is updated. Read next: ``part_table.py`` for the rounds,
+``memory.py`` for the memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
 
-#: Copies that no worker has asked for, such as those of parts that went their own ways.
+#: At most this many unused copies are kept, such as those of parts that are now pulled separately.
 _MAX_COPIES = 16
 
 
 class _ReadCopy(NamedTuple):
-    """Values of some parts, and how often their arenas had been written by then."""
+    """Values of some parts, and their arenas' numbers of changes at that time."""
 
     values: Flat
     changes: Mapping[Arena, int]
@@ -58,7 +58,7 @@ class DenseStores:
         self._store_of = store_of
         self._numbers = numbers
         self._lanes = lanes
-        #: Parts -> their values right after an update, until ``read`` asks for them.
+        #: Parts -> their values right after an update, until ``read`` returns them.
         self._copies: dict[Ints, _ReadCopy] = {}
         self._late_return = LateReturn(node.clock, node.errands.look_after_each_step)
         self.calls: dict[int, Callable[[Incoming], None]] = {
@@ -88,12 +88,12 @@ class DenseStores:
         return outcomes
 
     def _room_for_copy(self, job: Job) -> Flat | None:
-        """Return room for asynchronous values to send; others are sent uncopied."""
+        """Return memory for a copy of asynchronous values; None for values sent uncopied."""
         part = self.parts.get(job.parts[0])
         if part is None or part.arena.store.ranks is not None:
             return None
         if part.arena.store.compression.rules:
-            return None  # what comes or goes encoded is not copied on the way
+            return None  # encoded values are not copied during an update
         return self._allocate(sum(job.sizes))
 
     def check(self, part: int, piece: Piece) -> None:
@@ -103,7 +103,7 @@ class DenseStores:
             found.check_push(bytes_of(piece))
 
     def read(self, parts: Sequence[int]) -> list[Any]:
-        """Return the parts' values in order, neighbours as one frame."""
+        """Return frames with the parts' values in order; neighbours share a frame."""
         copied = self._copies.pop(tuple(parts), None)
         if copied is not None and copied.is_current:
             return [copied.values.data]
@@ -113,7 +113,7 @@ class DenseStores:
                 frames.append(part.encoded(self._allocate).data)
                 continue
             values = arena.weight[start:stop].view(np.uint8)
-            # A synchronous value stays as it is until everybody who wants it has it; an
+            # A synchronous value stays unchanged until all workers that requested it have it; an
             # asynchronous one may change as soon as this returns.
             if arena.store.ranks is None:
                 copy = self._allocate(len(values))
@@ -135,7 +135,7 @@ class DenseStores:
         store = self._store_of(number, synchronous)
         chosen = [store.compression.rule(number) for number in rules]
         store.check_cuts(entries)
-        # A rank that stands in for one that left half-way finds some parts there; they stay.
+        # If a rank left half-way, the rank that replaces it finds some parts here; they stay.
         new = [index for index, entry in enumerate(entries) if entry.part not in self.parts]
         for group in _same_dtype(entries, new):
             values = [bytes_of(pieces[index]) for index in group]
@@ -155,11 +155,12 @@ class DenseStores:
                 )
                 store.has_part(part.entry)
         incoming.respond()
-        # The values came in messages; between processes of one machine no more come so.
+        # The memory of these messages is free now: later values of processes on this machine
+        # come through shared memory.
         self._late_return.ask()
 
     def _set_compression(self, incoming: Incoming) -> None:
-        """Set the compression: all workers are here, and nothing is in flight."""
+        """Set the compression; all workers have called it, and nothing is in flight."""
         number, synchronous, only_check, plain, rows = unpack(
             incoming.body, int, bool, bool, list, list
         )
@@ -194,9 +195,9 @@ class DenseStores:
     # -- values and states, for files --------------------------------------------------
 
     def _read_parts(self, incoming: Incoming) -> None:
-        """Return copies of values and states: for each part, one frame of each.
+        """Answer with copies of the parts' values and states.
 
-        The values of a part come first.
+        Each part has one frame for its values, then one for each state.
         """
         (numbers,) = unpack(incoming.body, list)
         parts = self._found(numbers)
@@ -214,7 +215,7 @@ class DenseStores:
         self._lanes.run(incoming, parts, copy, answer)
 
     def _write_parts(self, incoming: Incoming) -> None:
-        """Set states and counts (and values) from the result of ``_read_parts``."""
+        """Set states and counts (and values, if sent) from the frames of ``_read_parts``."""
         numbers, counts, has_values = unpack(incoming.body, list, list, bool)
         parts = self._found(numbers)
         if len(counts) != len(parts) or not all(type(n) is int and n >= 0 for n in counts):
@@ -244,7 +245,7 @@ class DenseStores:
 
 
 def _same_dtype(entries: Sequence[PartEntry], indices: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices, in groups of neighbours of one dtype."""
+    """Yield the indices in groups of consecutive entries with the same dtype."""
     group: list[int] = []
     for index in indices:
         if group and entries[group[-1]].dtype != entries[index].dtype:

@@ -2,10 +2,10 @@
 
 The lowest live rank decides (rank 0 unless it is gone): its ``init`` gives a key its shape,
 dtype and placement, its ``set_optimizer`` the optimizer. The same calls of other ranks wait
-for it and are compared with it, in whatever order the ranks make them. What all ranks do
-together (``delete``, loading) the deciding rank carries out once all have asked for it.
-Pure but for answering; runs on the scheduler's I/O thread. Next: ``meetings.py`` and
-``stores/dist/store.py``, which asks.
+for it and are compared with it, in whatever order the ranks make them. A joint call of all ranks
+(``delete``, loading) is carried out by the deciding rank once all have made it.
+Pure, except that it sends answers; runs on the scheduler's I/O thread. Next: ``meetings.py`` and
+``stores/dist/store.py``, which sends the requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pslite.errors import DeadlockError, ProtocolError, PSError, UsageError, reb
 from pslite.ids import rank_of
 from pslite.node.customer import Incoming
 
-#: What a message has besides a key's values, at most.
+#: The most bytes that a message has besides a key's values.
 _HEADER_BYTES = 65_536
 
 
@@ -48,7 +48,7 @@ class _Waiting:
     rank: int
     specs: list[Declared]
     scope: str
-    """What the rank's optimizer sees at once, so that it must not be cut."""
+    """The unit that the rank's optimizer needs whole: an element, a row or a key."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _Store:
     generations: Generations = field(default_factory=Generations)
     waiting: list[_Waiting] = field(default_factory=list)
     scope: str = "element"
-    """What the deciding rank's last ``init`` asked not to be cut."""
+    """The unit that the deciding rank's last ``init`` asked to keep whole."""
     optimizers: OptimizerCalls = field(default_factory=OptimizerCalls)
     meetings: Meetings = field(default_factory=Meetings)
 
@@ -70,7 +70,7 @@ class _Store:
 _DECISIONS = frozenset(
     {DirectoryCall.INITIALISED, DirectoryCall.OPTIMIZER_IS_SET, DirectoryCall.DONE_TOGETHER}
 )
-"""What only the deciding rank, the lowest that is there, has to tell."""
+"""Requests that only the deciding rank, the lowest live one, may send."""
 
 
 class Directory:
@@ -84,7 +84,10 @@ class Directory:
         max_message_bytes: int = Config.max_message_bytes,
         find_shares: Callable[[], Sequence[float] | None] = lambda: None,
     ) -> None:
-        """Call ``find_shares`` once, for the first keys; None: equal shares."""
+        """Make an empty directory.
+
+        ``find_shares`` is called once, for the first keys; if it returns None, shares are equal.
+        """
         self._loads = [0] * num_servers
         self._chunk_bytes = chunk_bytes
         self._max_message_bytes = max_message_bytes
@@ -105,7 +108,7 @@ class Directory:
         }
 
     def handle(self, incoming: Incoming) -> None:
-        """Take one request; the answer may come later."""
+        """Handle one request; its answer may be sent later."""
         call = self._calls.get(incoming.head)
         if call is None:
             raise ProtocolError(f"unknown call {incoming.head} to the directory")
@@ -140,7 +143,7 @@ class Directory:
             )
 
     def deadlocked(self, error: DeadlockError) -> None:
-        """Fail all waits with ``error``: the awaited events will not come."""
+        """Fail all waiting requests: the events that they need cannot happen."""
         for store in self._stores.values():
             waiting, store.waiting = store.waiting, []
             for entry in waiting:
@@ -170,7 +173,7 @@ class Directory:
             store.scope = waiting.scope
         try:
             _check_same(store, waiting.specs)
-            # For every rank: one whose values are too large must not wait for rank 0's in vain.
+            # For every rank: a rank whose values are too large must not wait for rank 0's call.
             for scope in dict.fromkeys((store.scope, waiting.scope)):
                 self._check_sizes(store, waiting.specs, scope)
         except PSError as error:
@@ -219,7 +222,7 @@ class Directory:
         return [store.entries[each.key] for each in specs]
 
     def _chunk_bytes_of(self, spec: KeySpec, scope: str) -> int:
-        """Return the maximum size of parts that cuts nothing that must stay whole."""
+        """Return the largest size of parts that cuts no row or key that must stay whole."""
         if scope == "key":
             return max(self._chunk_bytes, spec.nbytes)
         if scope == "row":
@@ -228,7 +231,7 @@ class Directory:
         return self._chunk_bytes
 
     def _num_stripes(self, spec: KeySpec, chunk_bytes: int) -> int:
-        """Return the number of parts of a row-sparse key: one a server, or 1 if small."""
+        """Return a row-sparse key's number of parts: one for each server, or 1 if small."""
         if spec.nbytes <= chunk_bytes:
             return 1
         return max(min(len(self._loads), spec.shape[0]), 1)
@@ -246,7 +249,7 @@ class Directory:
                 continue
             chunk_bytes = self._chunk_bytes_of(spec, scope)
             num_elements = min(spec.num_elements, chunk_bytes // spec.dtype.itemsize)
-            # States of halves are float32 and travel like the values, too, into checkpoints.
+            # States of 16-bit values are float32; they are sent like the values, for checkpoints.
             widest_bytes = num_elements * max(spec.dtype.itemsize, 4) + _HEADER_BYTES
             if scope != "element" and widest_bytes > self._max_message_bytes:
                 whole = "it" if scope == "key" else "each of its rows"
@@ -283,7 +286,7 @@ class Directory:
             store.ready.discard(key)
             store.generations.end(key)
             if entry is None or (entry.is_row_sparse and len(entry.servers) > 1):
-                continue  # what lies evenly on all servers does not count
+                continue  # a key spread evenly over all servers was not added to the loads
             for nbytes, server in zip(entry.part_bytes(), entry.servers, strict=True):
                 self._loads[server] -= min(nbytes, DIRECT_BYTES) if entry.is_row_sparse else nbytes
 
@@ -303,7 +306,7 @@ class Directory:
         store.meetings.arrive(call, name, incoming, list(self._live_ranks()), error)
 
     def _done_together(self, incoming: Incoming) -> None:
-        """Handle the deciding rank's completion; forget the keys that it deleted."""
+        """Handle the deciding rank's report; forget the keys that it deleted."""
         number, call, deleted, kind, text = unpack(incoming.body, int, int, list, str, str)
         store = self._store(number)
         error = rebuild(kind, text) if kind else None
@@ -348,7 +351,7 @@ class Directory:
 
 
 def _refuse(store: _Store, keys: Sequence[Key], error: PSError) -> None:
-    """Refuse these keys, also for those who wait for them."""
+    """Fail all waiting requests that include one of these keys."""
     waiting, store.waiting = store.waiting, []
     for entry in waiting:
         if any(each.key in keys for each in entry.specs):

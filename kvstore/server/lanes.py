@@ -1,6 +1,6 @@
 """Run the work on a server's parts, each part on one pool thread.
 
-Parts of one lane are worked on one after the other, so that no thread reads a value that is being
+The work on the parts of one lane is done in order, so that no thread reads a value that is being
 updated. Requests arrive on the I/O thread. Read next: ``dense.py`` and ``rows.py``.
 """
 
@@ -15,16 +15,16 @@ from pslite import Incoming
 
 
 class LaneNumbers:
-    """Which lanes new parts get. On the I/O thread."""
+    """Chooses the lanes of new parts. Runs on the I/O thread."""
 
     def __init__(self, most_bytes: int) -> None:
-        """``most_bytes`` is how much small parts may have that share a lane."""
+        """``most_bytes`` limits the total size of the small parts that share a lane."""
         self._most_bytes = most_bytes
         self._lane = 0
         self._lane_bytes = 0
 
     def shared(self, nbytes: int) -> int:
-        """Return a lane for this many bytes; small ones share it for joint updates."""
+        """Return a lane for a part of this size; small parts share one."""
         if self._lane_bytes + nbytes > self._most_bytes:
             self._lane += 1
             self._lane_bytes = 0
@@ -32,7 +32,7 @@ class LaneNumbers:
         return self._lane
 
     def own(self) -> int:
-        """Return a lane that nothing shares."""
+        """Return a new lane that no other part shares."""
         self._lane += 2
         self._lane_bytes = 0
         return self._lane - 1
@@ -53,7 +53,7 @@ class Lanes:
     """Hands work to the threads of a pool."""
 
     def __init__(self, submit: Callable[[int, Callable[[], None]], None]) -> None:
-        """``submit(lane, work)`` has work done after all that the lane was given before."""
+        """``submit(lane, work)`` runs ``work`` after all earlier work of that lane."""
         self._submit = submit
 
     def run(
@@ -65,7 +65,7 @@ class Lanes:
     ) -> None:
         """Do ``work`` for each part on its lane, then ``answer`` on the last lane.
 
-        What either raises is the answer to ``incoming``.
+        If either raises, ``incoming`` is answered with the error.
         """
         lanes: dict[int, list[P]] = {}
         for part in parts:

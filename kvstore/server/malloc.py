@@ -1,7 +1,7 @@
 """Keep glibc from returning freed memory to the kernel. No-op elsewhere.
 
-``mallopt(3)`` and ``malloc_trim(3)``. Functions may be called from any thread. Read next:
-``__init__.py`` and ``dense.py``, which do.
+It uses ``mallopt(3)`` and ``malloc_trim(3)``. Functions may be called from any thread. Read next:
+``__init__.py`` and ``dense.py``, which call them.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from collections.abc import Callable
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-#: Blocks beyond this are the system's, and go back to it: no message is that large by default.
+#: Larger blocks are mapped, and unmapped when they are freed. Messages are smaller by default.
 _LARGEST_KEPT_BYTES = 16 << 20
 _MOST_KEPT_BYTES = 256 << 20
 _RETURN_AFTER_S = 1.0
 
 
 def keep_freed_memory() -> None:
-    """Have malloc use the memory of received messages again.
+    """Make malloc reuse the memory of received messages.
 
-    It would give each message's pages back to the system, which clears as many for the next
-    message: a tenth of a server's time over TCP. Before threads are started.
+    By default it gives each message's pages back to the system, which then clears new pages for the
+    next message: a tenth of a server's time over TCP. Call it before threads are started.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
-        # Of the arenas that threads have for themselves, malloc_trim leaves the tops as they are.
+        # One arena for all threads: malloc_trim does not trim the tops of per-thread arenas.
         mallopt(_M_ARENA_MAX, 1)
 
 
 def return_freed_memory() -> None:
-    """Give back to the system what is free now. Takes milliseconds."""
+    """Return all free memory to the system. It takes milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class LateReturn:
-    """Returns free memory to the system some time after its last use.
+    """Returns free memory to the system some time after the last request.
 
     It runs on a node's I/O thread.
     """
@@ -52,7 +52,7 @@ class LateReturn:
     ) -> None:
         """Use a node's clock and the ``look_after_each_step`` of its errands.
 
-        The node's steps are counted on and not its timers, for a node that ends waits for those.
+        It runs after the node's steps, not on a timer, since an ending node waits for its timers.
         """
         self._clock = clock
         self._look_after_each_step = look_after_each_step
@@ -60,14 +60,14 @@ class LateReturn:
         self._due = 0.0
 
     def ask(self) -> None:
-        """Ask for a trim: memory was freed that is not needed again."""
+        """Return free memory to the system soon: it is not needed again."""
         self._due = self._clock() + _RETURN_AFTER_S
         if not self._is_asked_for:
             self._is_asked_for = True
             self._look_after_each_step(self._look)
 
     def _look(self) -> bool:
-        """Return whether it is done."""
+        """Return the memory if it is time; return whether that was done."""
         if self._clock() < self._due:
             return False
         self._is_asked_for = False

@@ -1,9 +1,9 @@
 """``Meetings``: calls that all workers of a store make together.
 
-Each rank numbers its calls. A call is carried out by the deciding rank (the lowest that is there)
-once every live rank has come to it, and is over for all when that rank has reported back. Ranks
-whose calls differ are told so, and all hear the error of one that cannot take part. Pure but for
-answering; part of the directory, on the scheduler's I/O thread.
+Each rank numbers its calls. The deciding rank (the lowest live one) carries a call out once every
+live rank has made it; the call ends for all ranks when the deciding rank has reported back. Ranks
+whose calls differ get an error, and if one rank cannot take part, all get its error. Pure, except
+that it sends answers; part of the directory, on the scheduler's I/O thread.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pslite.node.customer import Incoming
 
 @dataclass(slots=True)
 class _Meeting:
-    """One call: who has come, and who is carrying it out."""
+    """One call: the ranks that have made it, and the rank that carries it out."""
 
     name: str
-    """What it does, in words for the error of a rank that does something else."""
+    """The call with its arguments; the error text quotes it when another rank's call differs."""
     arrived: dict[int, Incoming] = field(default_factory=dict)
     carried_out_by: int | None = None
     error: BaseException | None = None
-    """Ranks do different things, or one cannot take part: those still to come hear of it too."""
+    """The ranks' calls differ, or one cannot take part; later ranks get this error too."""
 
 
 class Meetings:
@@ -43,7 +43,7 @@ class Meetings:
         live: Sequence[int],
         error: BaseException | None = None,
     ) -> None:
-        """Handle a rank's ``call``-th call; with ``error`` it cannot take part."""
+        """Handle a rank's ``call``-th call; ``error`` says why that rank cannot take part."""
         meeting = self._open.setdefault(call, _Meeting(name))
         rank = rank_of(incoming.sender)
         if meeting.error is None and meeting.name != name:
@@ -56,16 +56,16 @@ class Meetings:
         self._look_at(call, meeting, live)
 
     def departed(self, live: Sequence[int]) -> None:
-        """Stop waiting for a rank that is gone; another may have to decide."""
+        """Stop waiting for a rank that has left; another may have to carry out its calls."""
         for call, meeting in list(self._open.items()):
             if meeting.carried_out_by is not None and meeting.carried_out_by not in live:
                 meeting.carried_out_by = None
             self._look_at(call, meeting, live)
 
     def fail(self, error: UsageError, live: Sequence[int]) -> None:
-        """Fail all open meetings: some ranks will never come.
+        """Fail all open calls: some ranks will never make them.
 
-        No worker waits for the end of a store, which its workers may reach still.
+        Calls of ``close`` are kept: no worker waits for them, and all workers may still make them.
         """
         for call, meeting in list(self._open.items()):
             if meeting.carried_out_by is None and meeting.name != CLOSING:
@@ -87,10 +87,10 @@ class Meetings:
         return meeting.name
 
     def _look_at(self, call: int, meeting: _Meeting, live: Sequence[int]) -> None:
-        """Let the deciding rank proceed once all are there, or drop failed calls."""
+        """Let the deciding rank proceed once all ranks have called, or fail the call."""
         all_there = bool(live) and meeting.arrived.keys() >= set(live)
         if meeting.error is not None:
-            for incoming in meeting.arrived.values():  # without effect where it is not the first
+            for incoming in meeting.arrived.values():  # a request is answered only once
                 incoming.fail(meeting.error)
             if all_there:
                 del self._open[call]

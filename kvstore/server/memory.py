@@ -1,8 +1,8 @@
-"""The memory of a server: the values of parts, and what is kept beside them.
+"""The memory of a server: the values of parts and their optimizer states.
 
-Small parts that were created together lie together in one ``Arena``, so that neighbours which
-are due at the same time are worked on as one array (``apply.py``). Everything about an
-arena's memory happens on the pool thread of its lane, so nothing here has a lock. Pure: no
+Small parts that were created together are stored together in one ``Arena``, so that neighbours
+whose rounds complete at the same time are updated as one array (``apply.py``). All work on an
+arena's memory is done on the pool thread of its lane, so nothing here has a lock. Pure: no
 sockets, no clock. Read next: ``part_table.py``, which finds parts and applies rounds to them.
 """
 
@@ -36,8 +36,8 @@ class StoreState:
     """Worker ranks that every round needs; None: each push is applied by itself."""
     optimizer: Optimizer | None = None
     cut_keys: dict[str, dict[Key, int]] = field(default_factory=lambda: {"row": {}, "key": {}})
-    """For optimizers of these scopes: keys that are cut in parts which they cannot work on, and
-    how many of such parts are here."""
+    """For each scope: the keys whose parts are too small for optimizers of that scope, and how many
+    such parts are here."""
     compression: Compression = field(default_factory=Compression)
 
     def has_part(self, entry: PartEntry | RowPartEntry) -> None:
@@ -55,7 +55,7 @@ class StoreState:
                     del cut_keys[entry.key]
 
     def check_cuts(self, entries: Sequence[PartEntry | RowPartEntry]) -> None:
-        """Raise ``UsageError`` where the optimizer cannot work on one of these parts."""
+        """Raise ``UsageError`` if the optimizer cannot update one of these parts."""
         optimizer = self.optimizer
         if optimizer is None:
             return
@@ -90,7 +90,7 @@ class Arena:
         self.weight: Flat = allocate(nbytes).view(dtype)
         self.workspace = Workspace()
         self.parts: list[Part] = []
-        #: How often anything of it was written; tells whether a copy is still what is here.
+        #: How many times its memory was written; a copy with the same number is up to date.
         self.changes = 0
         self._optimizer: Optimizer | None = None
         self._state: tuple[Flat, ...] = ()
@@ -103,11 +103,9 @@ class Arena:
             start = stop
 
     def state(self, optimizer: Optimizer | None) -> tuple[Flat, ...]:
-        """Return the state for ``optimizer``, converted from the old one, or None.
+        """Return the arrays of the state, first converted for a new ``optimizer``.
 
-        None means unchanged.
-
-        On the lane's thread.
+        With None the state stays unchanged. Runs on the lane's thread.
         """
         if optimizer is not self._optimizer and optimizer is not None:
             self._state, kept = states.take_over(
@@ -121,7 +119,7 @@ class Arena:
 
     @property
     def state_bytes(self) -> int:
-        """The memory of the optimizer's state so far."""
+        """The size of the optimizer's state so far."""
         return sum(array.nbytes for array in self._state)
 
 
@@ -130,31 +128,31 @@ class Part:
     """The location of one part: elements [start, stop) of its arena."""
 
     ending: ClassVar[str] = "deleted"
-    """What happens to a key that is forgotten."""
+    """The word for the removal of a key, for errors."""
     arena: Arena
     entry: PartEntry
     start: int
     stop: int
     count: int = 0
-    """Updates by the present optimizer."""
+    """The number of updates by the current optimizer."""
     rule: Rule = UNCHANGED
-    """How its values travel."""
+    """How its values are encoded when they are sent."""
     _encoded: tuple[int, Flat] | None = None
-    """How often the arena had been written, and the value as it travelled then."""
+    """The arena's number of changes when the value was last encoded, and the encoded value."""
 
     def set_rule(self, rule: Rule) -> None:
-        """Set the encoding rule for its values from now on."""
+        """Set the encoding rule of its values."""
         self.rule = rule
-        self._encoded = None  # by the codec of before
+        self._encoded = None  # it was encoded by the earlier codec
 
     @property
     def push_bytes(self) -> int:
-        """The bytes of a contribution."""
+        """The size of a contribution."""
         return self._bytes(self.rule.chain)
 
     @property
     def pull_bytes(self) -> int:
-        """The bytes of its value as it is sent."""
+        """The size of its value as it is sent."""
         return self._bytes(self.rule.pull)
 
     def _bytes(self, chain: Chain | None) -> int:
@@ -165,9 +163,10 @@ class Part:
         return chain.encoded_bytes(num_elements, dtype)
 
     def check_push(self, data: Flat) -> None:
-        """Raise ``ProtocolError`` for bytes that are not a contribution. On any thread.
+        """Raise ``ProtocolError`` for bytes that are not a valid contribution.
 
-        So only its sender hears of it; when its round is applied, that would fail for all.
+        So only the sender gets the error; if the round failed later, all workers would get it. Any
+        thread may call this.
         """
         chain = self.rule.chain
         if chain is None:
@@ -178,7 +177,7 @@ class Part:
             raise ProtocolError(f"key {self.entry.key!r}: {error}") from error
 
     def encoded(self, buffer: Callable[[int], Flat]) -> Flat:
-        """Return its value as it is sent, encoded once for all who ask."""
+        """Return its value as it is sent, encoded once for all workers."""
         chain = self.rule.pull
         assert chain is not None
         if self._encoded is None or self._encoded[0] != self.arena.changes:
@@ -194,7 +193,7 @@ class Part:
 
     @property
     def store(self) -> StoreState:
-        """The state that it shares with the other parts of its store."""
+        """The state that all parts of its store share."""
         return self.arena.store
 
     @property
@@ -213,15 +212,15 @@ class Part:
 
     @property
     def num_states(self) -> int:
-        """How many arrays its store's optimizer keeps. On any thread."""
+        """How many arrays its store's optimizer keeps for it. Any thread may ask."""
         optimizer = self.arena.store.optimizer
         return 0 if optimizer is None else len(states.state_names(optimizer, self.entry.dtype))
 
     def write(self, count: int, frames: Sequence[Any], *, has_values: bool) -> None:
         """Set the count, the states, and the values if there are any.
 
-        A master is set to the value wherever it would not round to it, and if its frame is empty.
-        Raises ``ValueMismatchError`` for other sizes; then nothing has changed. On the lane's
+        A master weight that does not round to the value is set to it; with an empty frame, all are.
+        Raises ``ValueMismatchError`` for other sizes; then nothing has changed. Runs on the lane's
         thread.
         """
         arrays = self.state(self.arena.store.optimizer)

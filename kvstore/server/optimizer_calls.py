@@ -1,9 +1,9 @@
 """``OptimizerCalls``: compare the optimizers that the workers of a store set.
 
-The deciding rank's calls count; the same call of another rank is compared with them, whichever
-comes first. Only the last calls are remembered, since a script may set a learning rate in every
-step: a rank that is further behind is not compared. Pure but for answering; part of the directory,
-on the scheduler's I/O thread.
+The deciding rank's calls take effect; the same call of another rank is compared with them, no
+matter which comes first. Only the last calls are remembered, since a script may set a learning rate
+in every step; the call of a rank that is further behind is not compared. Pure, except that it sends
+answers; part of the directory, on the scheduler's I/O thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_CALLS = 1000
 
 @dataclass(slots=True)
 class _Decided:
-    """One call of the deciding rank; an error where the servers refused it."""
+    """One call of the deciding rank, with the error if the servers refused it."""
 
     optimizer: list[Any]
     error: BaseException | None
@@ -38,15 +38,15 @@ class OptimizerCalls:
 
     def __init__(self) -> None:
         self.num = 0
-        """How many calls of the deciding rank there were."""
+        """The number of calls that the deciding rank has made."""
         self.current: list[list[Any]] = []
-        """The present optimizer, as a list of none or one."""
+        """The current optimizer in a list, which is empty before the first."""
         self._last: deque[_Decided] = deque(maxlen=MOST_CALLS)
-        #: (request, rank, number of the call, optimizer): these wait for the deciding rank's call.
+        #: Requests that wait for the deciding rank's call: (request, rank, call, optimizer).
         self._waiting: list[tuple[Incoming, int, int, list[Any]]] = []
-        #: What makes the numbers of a rank's calls those of the deciding rank's.
+        #: Rank -> the difference between its number of a call and the deciding rank's.
         self._shifts: dict[int, int] = {}
-        #: Ranks whose last call was another one than the deciding rank's.
+        #: Ranks whose last call differed from the deciding rank's.
         self._refused: set[int] = set()
         self._num_before_meeting = 0
 
@@ -74,7 +74,7 @@ class OptimizerCalls:
             self._refused.discard(rank)
             incoming.respond()
             return
-        # A rank that has left out a call (``if kv.rank == 0:``) may mean a later one.
+        # If a rank has skipped a call (``if kv.rank == 0:``), this may be a later call.
         candidates = list(itertools.islice(self._last, call - 1 - forgotten, None))
         for meant, ours in enumerate(candidates, call):
             if ours.optimizer == theirs:
@@ -84,8 +84,8 @@ class OptimizerCalls:
                 return
         done = [ours for ours in candidates if ours.error is None]
         if not done or rank in self._refused:
-            # Not there yet: what failed was a call of the deciding rank alone, and a rank that
-            # was refused means that call again, or the next.
+            # The matching call has not come yet. The failed ones were made by the deciding rank
+            # alone, and a rank that was refused repeats its call or makes the next one.
             if rank in self._refused:
                 self._refused.discard(rank)
                 self._shift(rank, self.num + 1 - call)
@@ -102,15 +102,18 @@ class OptimizerCalls:
         )
 
     def _shift(self, rank: int, by: int) -> None:
-        """Shift a rank's count for calls that it left out or that do not count."""
+        """Shift a rank's count for calls that it skipped or that had no effect."""
         self._shifts[rank] = self._shifts.get(rank, 0) + by
 
     def meeting_begins(self) -> None:
-        """Begin a meeting (``meetings.py``); the deciding rank may set an optimizer."""
+        """Note that a joint call (``meetings.py``) begins, which may set an optimizer."""
         self._num_before_meeting = self.num
 
     def meeting_ended(self, *, failed: bool, others: Iterable[int]) -> None:
-        """End a meeting: all ranks continue with ``num``; ``others`` missed a failure."""
+        """Handle the end of a joint call: all ranks continue counting at ``num``.
+
+        After a failed one, only the counts of ``others`` are shifted: they have not seen its calls.
+        """
         if not failed:
             self._shifts.clear()
             return
@@ -118,7 +121,7 @@ class OptimizerCalls:
             self._shift(rank, self.num - self._num_before_meeting)
 
     def fail_waiting(self, error: UsageError) -> None:
-        """Fail the calls that wait: the awaited call will not come."""
+        """Fail all waiting requests: the deciding rank's call will not come."""
         waiting, self._waiting = self._waiting, []
         for incoming, rank, *_ in waiting:
             self._shift(rank, -1)
@@ -126,7 +129,7 @@ class OptimizerCalls:
 
 
 def _text(data: Sequence[Any]) -> str:
-    """Return an optimizer's plain form for people; never raises."""
+    """Return an optimizer's plain form as readable text; never raises."""
     name = data[0] if data else "nothing"
     numbers = data[1] if len(data) > 1 and type(data[1]) is dict else {}
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in numbers.items())})"

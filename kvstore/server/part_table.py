@@ -1,8 +1,8 @@
 """The parts of a server, by number: find, read and update them.
 
-A model's parts are named in the same lists again and again, so what there is to know of a list is
-found out once: which of its parts lie side by side. Read next: ``memory.py`` for where they lie,
-``apply.py`` for how a round is applied to them, ``dense.py`` for who calls this.
+Requests name the same lists of parts again and again, so the neighbours in a list are computed
+once. Read next: ``memory.py`` for the memory of parts, ``apply.py`` for how a round is applied to
+them, ``dense.py``, which calls this module.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvstore.server.memory import Arena, Part, StoreState
 from pslite.errors import UsageError
 from pslite.plane import Ints, Job, Outcome
 
-#: Lists of parts about which something is remembered.
+#: At most this many lists of parts are remembered.
 _MAX_COMPILED = 1024
 
 
 class Frame(NamedTuple):
-    """Data sent as one: neighbouring values, or one that is encoded."""
+    """Values that are sent as one frame: those of neighbours, or one encoded value."""
 
     arena: Arena
     start: int
@@ -31,16 +31,16 @@ class Frame(NamedTuple):
 
 
 class PartTable:
-    """The parts of a server, and what was found out once about lists of them.
+    """The parts of a server, with a cache of the neighbours in lists of parts.
 
     The I/O thread adds and removes parts, pool threads apply rounds to them.
     """
 
     def __init__(self) -> None:
         self._parts: dict[int, Part] = {}
-        #: Parts that are updated together -> by which optimizer, and as what.
+        #: Parts that are updated together -> their optimizer and their stretches.
         self._compiled: dict[Ints, tuple[Optimizer | None, list[Stretch]]] = {}
-        #: Parts that are read together -> what each frame has.
+        #: Parts that are read together -> the frames of their values.
         self._frames: dict[Ints, list[Frame]] = {}
 
     def __len__(self) -> int:
@@ -62,12 +62,12 @@ class PartTable:
 
     def remove(self, number: int) -> Part | None:
         """Remove a part; return it, if it was there."""
-        # What a pool thread has just compiled may stay, and is never asked for again.
+        # A list that a pool thread has just compiled may stay; it is never used again.
         self.forget_lists()
         return self._parts.pop(number, None)
 
     def forget_lists(self) -> None:
-        """Drop the compiled lists of parts: one of their inputs has changed."""
+        """Drop the cached lists: a part, a rule or an optimizer has changed."""
         self._compiled.clear()
         self._frames.clear()
 
@@ -91,9 +91,8 @@ class PartTable:
     def apply(self, jobs: Sequence[Job], outs: Sequence[Flat | None]) -> list[Outcome]:
         """Apply complete rounds in order, and return an outcome for each.
 
-        It runs on the lane's pool thread.
-
-        Where a job has an array of ``outs``, that gets the bytes of its parts' new values.
+        On the lane's pool thread. If a job has an array in ``outs``, the bytes of its parts'
+        new values are copied there.
         """
         outcomes: list[Outcome] = [None] * len(jobs)
 
@@ -116,7 +115,7 @@ class PartTable:
         outs: Sequence[Flat | None],
         failed: Callable[[int, range, BaseException], None],
     ) -> list[PartRun]:
-        """Return the jobs, neighbours joined; their parts count as updated from here on."""
+        """Return the jobs' parts, neighbours joined, and increase their update counts."""
         runs: list[PartRun] = []
         # Read once: the I/O thread may set another optimizer while this runs.
         chosen: dict[StoreState, Optimizer | None] = {}
@@ -139,7 +138,7 @@ class PartTable:
         chosen: dict[StoreState, Optimizer | None],
         failed: Callable[[int, range, BaseException], None],
     ) -> list[Stretch]:
-        """Return the parts of a job, neighbours joined; fills ``chosen``."""
+        """Return a job's parts, neighbours joined; add their optimizers to ``chosen``."""
         compiled = self._compiled.get(job.parts)
         if compiled is not None:
             base, stretches = compiled

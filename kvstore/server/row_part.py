@@ -1,9 +1,9 @@
 """``RowPart``: a server's share of the rows of a key or table.
 
-The plane (``pslite/plane``) hands over payloads as they arrive (``take``, ``take_pull``), complete
-rounds of them (``apply``), and pulls that are due (``answer``). What a worker sends is checked on
-arrival, so that a malformed payload is an error of its sender alone. Row-sparse keys and growing
-tables differ in what an id is and what an absent row is: ``sparse.py`` and ``tables.py``. The
+The plane (``pslite/plane``) passes each payload when it arrives (``take``, ``take_pull``), each
+complete round (``apply``), and each pull that can be answered (``answer``). Payloads are checked on
+arrival, so that only the sender of a malformed one gets an error. Row-sparse keys (``sparse.py``)
+and growing tables (``tables.py``) differ in their ids and in the value of an absent row. The
 requests about both are in ``rows.py``. Read next: ``sparse/payload.py`` for the bytes.
 """
 
@@ -24,18 +24,18 @@ from kvstore.sparse.sums import Contribution, RowValues
 from pslite.errors import ProtocolError, UsageError
 
 Allocate = Callable[[int], Bytes]
-"""Gives memory to send from."""
+"""Returns memory of this many bytes, from which an answer is sent."""
 
 
 class TakenRows(NamedTuple):
-    """A contribution."""
+    """A checked contribution."""
 
     rows: Contribution
     nbytes: int
 
 
 class WantedRows(NamedTuple):
-    """A pull of the rows ``ids``, or with ``HELD`` of existing rows of a range."""
+    """A checked pull of rows: ``ids``, or with ``HELD`` all stored rows in a range."""
 
     kind: RowPayloadKind
     ids: Ids
@@ -46,12 +46,12 @@ class WantedRows(NamedTuple):
 class RowPart(abc.ABC):
     """Rows of one width and dtype.
 
-    Rounds and requests run on the thread of the part's lane. Pulls run on the I/O thread, and may
-    make rows of a table: ``lock`` keeps these out meanwhile.
+    Rounds and requests run on the thread of the part's lane. Pulls run on the I/O thread and may
+    create rows of a table, so both take ``lock``.
     """
 
     ending: ClassVar[str]
-    """What happens to a key or table that is forgotten."""
+    """The word for the removal of a key or table, for errors."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RowPart(abc.ABC):
         self.lane = lane
         self.number = number
         self.title = title
-        """The key or table, for people."""
+        """The name of the key or table, for errors and reports."""
         self.width = width
         """Numbers in a row."""
         self.dtype = dtype
@@ -80,7 +80,7 @@ class RowPart(abc.ABC):
     # -- rounds and pulls --------------------------------------------------------------
 
     def take(self, payload: RowPayload) -> TakenRows:
-        """Return a contribution, checked."""
+        """Check a contribution and return it."""
         count, nbytes = payload.num_rows, self._bytes_of(payload)
         if len(payload.values) != nbytes:
             raise ProtocolError(
@@ -90,15 +90,15 @@ class RowPart(abc.ABC):
         return TakenRows(Contribution(self._pushed_ids(payload), values), nbytes)
 
     def take_pull(self, payload: RowPayload) -> WantedRows:
-        """Return the checked request of a pull."""
+        """Check the request of a pull and return it."""
         if len(payload.values):
             raise ProtocolError(f"a pull of rows of the {self.title} has values")
         return self._wanted(payload)
 
     def answer(self, wanted: WantedRows, allocate: Allocate, most_bytes: int) -> Any:
-        """Return a frame with the values that are wanted.
+        """Return a frame with the requested values.
 
-        Raises ``ValueMismatchError`` where it would have more than ``most_bytes``.
+        Raises ``ValueMismatchError`` if it would have more than ``most_bytes``.
         """
         check_fits(self.title, len(wanted.ids), wanted.nbytes, most_bytes)
         memory = allocate(wanted.nbytes)
@@ -108,7 +108,7 @@ class RowPart(abc.ABC):
         return memory.data
 
     def _bytes_of(self, payload: RowPayload) -> int:
-        """Return the size of the rows that a payload is about."""
+        """Return the size of the rows that a payload pushes or requests."""
         if payload.width != self.width:
             raise ProtocolError(
                 f"the {self.title} needs rows of {self.width} numbers, got {payload.width}"
@@ -123,21 +123,21 @@ class RowPart(abc.ABC):
 
     @abc.abstractmethod
     def _pushed_ids(self, payload: RowPayload) -> Ids:
-        """Return the ids of a contribution, checked."""
+        """Check the ids of a contribution and return them."""
 
     @abc.abstractmethod
     def _wanted(self, payload: RowPayload) -> WantedRows:
-        """Return the checked request of a pull, but for values."""
+        """Check the ids of a pull and return its request."""
 
     @abc.abstractmethod
     def _read(self, wanted: WantedRows, out: RowValues) -> None:
-        """Copy the rows that are wanted."""
+        """Copy the requested rows to ``out``."""
 
     # -- for files: with the lock, on the lane's thread --------------------------------
 
     @abc.abstractmethod
     def nbytes(self) -> tuple[int, int]:
-        """Return the size of the rows, and of what the optimizer keeps for them."""
+        """Return the size of the rows, and of their optimizer states."""
 
     @abc.abstractmethod
     def held(self) -> tuple[int, Sequence[Ids]]:
@@ -149,15 +149,15 @@ class RowPart(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, fields: Sequence[Any], columns: Sequence[Ids]) -> None:
-        """Let rows of a file come in place of those that are there."""
+        """Begin to replace the stored rows by those of a file."""
 
     @abc.abstractmethod
     def write(self, frames: Sequence[Any]) -> None:
-        """Take some rows of a file: ids and other columns, values, states."""
+        """Store some rows of a file: ids and other columns, values, states."""
 
     @abc.abstractmethod
     def end(self, num_updates: int, fields: Sequence[Any]) -> None:
-        """End the loading: all rows of the file are there; -1 keeps the update count."""
+        """End the loading of a file; ``num_updates`` of -1 keeps the update count."""
 
 
 def check_fits(title: str, num_rows: int, nbytes: int, most_bytes: int) -> None:
@@ -177,7 +177,7 @@ def check_ids(ids: Ids, num_rows: int) -> None:
 
 
 def longs(frame: Any) -> Ids:
-    """Return a frame of ids, or of other numbers of 8 bytes."""
+    """Return a frame as int64 numbers. Raises ``ProtocolError`` for an odd size."""
     if memoryview(frame).nbytes % 8:
         raise ProtocolError(f"expected numbers of 8 bytes, got {memoryview(frame).nbytes} bytes")
     numbers: Ids = np.frombuffer(frame, "<i8").astype(np.int64, copy=False)
@@ -202,5 +202,5 @@ def rows_in(
 
 
 def not_loading(title: str) -> UsageError:
-    """Return the error text for rows of a file that no call announced."""
+    """Return the error for rows of a file that arrive before ``begin``."""
     return UsageError(f"the {title} is not being loaded")

@@ -1,10 +1,10 @@
 """``RowStores``: a server's parts with rows, and the requests about them.
 
-The parts are those of row-sparse keys (``sparse.py``) and of growing tables (``tables.py``). What
-``init`` or a file brings comes in three kinds of requests for both: BEGIN_ROWS (for ``init``
-INIT_ROWS), WRITE_ROWS as often as there are pages, END_ROWS. Requests arrive on the I/O thread and
-are carried out on the thread of the part's lane. Read next: ``row_part.py``;
-``stores/dist/row_pages.py`` for the worker that asks.
+The parts are those of row-sparse keys (``sparse.py``) and of growing tables (``tables.py``). The
+rows of a file or of ``init`` come in three kinds of requests: BEGIN_ROWS (INIT_ROWS for ``init``),
+WRITE_ROWS for each page, and END_ROWS. Requests arrive on the I/O thread and are carried out on the
+thread of the part's lane. Read next: ``row_part.py``; ``stores/dist/row_pages.py`` for the worker's
+side.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Answered = tuple[bytes, list[bytes]] | None
 
 
 def taken(found: RowPart | Part, piece: Piece, *, is_push: bool) -> Any:
-    """Return a payload of rows for a part, checked for its round or answer."""
+    """Check a payload of rows for a part; return the contribution or the pull."""
     payload = read_payload(bytes_of(piece))
     if isinstance(found, Part):
         return take_cut(found, payload) if is_push else take_cut_pull(found, payload)
@@ -97,7 +97,7 @@ class RowStores:
                 part.apply([payload.rows for payload in job.batch.payloads])
             elif dense is not None:
                 apply_cuts(dense, job.batch.payloads)
-            else:  # its round was complete before
+            else:  # the part was removed after its round was complete
                 raise UsageError("the key was deleted, or the table was closed")
         except BaseException as error:  # an optimizer may call sys.exit
             return [error]
@@ -106,12 +106,12 @@ class RowStores:
     # -- rows of any kind --------------------------------------------------------------
 
     def _init(self, incoming: Incoming) -> None:
-        """Create a part of a row-sparse key; return whether it needs its rows."""
+        """Create a part of a row-sparse key; answer whether its rows must be sent."""
         number, synchronous, is_full, plain = unpack(incoming.body, int, bool, bool, list)
         entry = unpack_row_part(plain)
         store = self._store_of(number, synchronous)
         store.check_cuts([entry])
-        # A rank that stands in for one that left half-way finds some parts there.
+        # If a rank left half-way, the rank that replaces it finds some parts here.
         part = self._parts.get(entry.part)
         if part is None:
             part = KeyPart(store, self._next_lane(), entry, is_full=is_full)
@@ -122,7 +122,7 @@ class RowStores:
         self._run(incoming, part, lambda part: (pack(part.needs_rows()), []))
 
     def _held(self, incoming: Incoming) -> None:
-        """Return the number of updates, and columns about the next rows by id."""
+        """Answer with the number of updates, and the columns of the next rows by id."""
         number, after, most = unpack(incoming.body, int, list, int)
         if len(after) > 1 or any(type(id_) is not int for id_ in after) or most < 1:
             raise ProtocolError("the start of a page of ids is malformed")
@@ -139,7 +139,7 @@ class RowStores:
         self._run(incoming, self._found(number), look)
 
     def _read(self, incoming: Incoming) -> None:
-        """Return which ids have rows (a byte each), the rows, and their states."""
+        """Answer with a byte for each id (1: it has a row), the rows, and their states."""
         number, with_states = unpack(incoming.body, int, bool)
         (ids,) = _columns(incoming, 1)
 
@@ -176,7 +176,7 @@ class RowStores:
             raise ProtocolError("a share of a table is malformed")
         settings = settings_from_plain(plain, num_shares)
         chosen = self._checked_optimizer(optimizer, settings.dtype)
-        # A rank that stands in for one that left half-way finds some parts there; they stay.
+        # If a rank left half-way, the rank that replaces it finds some parts here; they stay.
         if part not in self._parts:
             store = self._store_of(number, synchronous)
             made = TableShare(settings, chosen, share, num_shares)
@@ -187,7 +187,7 @@ class RowStores:
         return checked_table_optimizer(self._optimizer_of(plain), dtype) if plain else None
 
     def _set_optimizer(self, incoming: Incoming) -> None:
-        """Set the optimizer: all workers are here, and nothing is in flight."""
+        """Set a table's optimizer; all workers have called it, and nothing is in flight."""
         number, only_check, plain = unpack(incoming.body, int, bool, list)
         table = self._table(number)
         chosen = self._checked_optimizer(plain, table.dtype)
@@ -217,7 +217,7 @@ class RowStores:
     # -- inside ------------------------------------------------------------------------
 
     def _run(self, incoming: Incoming, part: P, work: Callable[[P], Answered]) -> None:
-        """Do ``work`` on the part's lane, which its lock guards; it returns the answer."""
+        """Do ``work`` on the part's lane, with its lock; send the result as the answer."""
         answers: list[Answered] = []
 
         def run(part: P) -> None:
@@ -240,7 +240,7 @@ class RowStores:
 
 
 def _columns(incoming: Incoming, number: int) -> list[Any]:
-    """Return the frames of a request, as many as expected, as numbers of 8 bytes."""
+    """Return the frames of a request as int64 arrays; check that there are ``number``."""
     if len(incoming.frames) != number:
         raise ProtocolError(f"expected {number} frames of ids, got {len(incoming.frames)}")
     return [longs(frame) for frame in incoming.frames]

@@ -1,33 +1,34 @@
 """Choose each server's share of the bytes, so that no network is overloaded.
 
 Pure arithmetic in exact fractions: the same machines give the same shares on every node.
-``placement.place`` turns shares into servers for parts; the directory on the scheduler
-(``directory.py``) asks for them once. Source: the optimum of BytePS (Jiang et al., "A Unified
+``placement.place`` chooses the servers of parts by these shares; the directory on the scheduler
+(``directory.py``) computes them once. Source: the optimum of BytePS (Jiang et al., "A Unified
 Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters",
 OSDI 2020, section 4.1), which is for machines with one worker and one server each, and machines
 with one server alone. Here a machine may have any number of either.
 
-What is made small. In a round each of W workers sends as many bytes to a server as that holds,
-and receives as many. What stays on a machine costs no network. A machine with w workers whose
-servers hold the share x of the model therefore sends, in models, ``w (1 - x)`` for its workers
-and ``x (W - w)`` for its servers, and receives the same::
+The quantity to minimise: in a round each of W workers sends every server as many bytes as the
+server holds, and receives as many. Messages within a machine use no network. A machine with w
+workers whose servers hold the share x of the model therefore sends, in units of the model's size,
+``w (1 - x)`` for its workers and ``x (W - w)`` for its servers, and receives the same::
 
     traffic(x) = w + x (W - 2 w)
 
-The largest traffic of a machine is to be as small as it can be; the shares add up to 1.
+The shares, which add up to 1, minimise the largest traffic of any machine.
 
-How it is found, and why it is the least:
+The solution, and why it is optimal:
 
-1. A machine with servers and more than half of the workers sends less the more it holds. All of
-   the model there gives ``W - w``. Less would give that machine more, so nothing is better.
-2. Else no server machine's traffic falls when it holds more, so each machine has at least its
-   own w, and the largest of these is a lower bound, the *base*. At a level t from the base on a
-   machine may hold up to ``limit(t) = (t - w) / (W - 2 w)`` (anything where W = 2 w, whose
-   traffic is always w). The limits grow with t, so t can be reached exactly when they add up to
-   1 or more: the least t is the base if they do there, and else the one at which they add up
-   to 1, which is one linear equation, because all machines are below their level.
-3. Where the base is reached with room to spare, many shares are as good. Then servers hold equal
-   ones, as far as the limits allow.
+1. A machine with servers and more than half of the workers sends less the more it holds. If it
+  holds the whole model, it sends ``W - w``. With any smaller share it sends more, so this is
+  optimal.
+2. Otherwise no server machine's traffic falls when it holds more, so each machine sends at least
+  its own w, and the largest w is a lower bound, the *base*. At a level t of at least the base, a
+  machine may hold up to ``limit(t) = (t - w) / (W - 2 w)`` (any share if W = 2 w: its traffic is
+  always w). The limits grow with t, so t is possible exactly when they add up to 1 or more. If
+  they do so at the base, the base is the optimum; otherwise it is the t at which they add up to
+  1, which is one linear equation, because all machines are below their level.
+3. If the limits at the base add up to more than 1, many shares are optimal. Then servers hold
+  equal shares, as far as the limits allow.
 
 For n machines with a worker and a server and k machines with a server alone (n > 2, k <= n)
 step 2 gives BytePS's shares, ``(n - k) / (n^2 + k n - 2 k)`` and ``2 (n - 1) / (n^2 + k n - 2 k)``.
@@ -40,12 +41,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-#: At most this many servers of one share are named in texts.
+#: At most this many servers with the same share are named in texts.
 _NUM_NAMED = 8
 
 
 class Machine(NamedTuple):
-    """A machine of a job: the numbers of its workers and of its servers."""
+    """The numbers of workers and servers on a machine of a job."""
 
     num_workers: int
     num_servers: int
@@ -54,11 +55,9 @@ class Machine(NamedTuple):
 def best_shares(machines: Sequence[Machine]) -> list[Fraction]:
     """Return the share of the model for each machine; the shares add up to 1.
 
-    A share is that of all servers of the machine together.
-
-    There is one server at least.
+    A machine's share is that of all its servers together. There must be at least one server.
     """
-    # Machines of one kind are treated alike, and there are few kinds.
+    # Machines of the same kind get the same share, and there are few kinds.
     kinds = Counter(machine for machine in machines if machine.num_servers)
     of_kind = _level_out(kinds, _limits(machines, kinds))
     return [of_kind.get(machine, Fraction(0)) for machine in machines]
@@ -81,7 +80,7 @@ def _limits(machines: Sequence[Machine], kinds: Counter[Machine]) -> dict[Machin
     limits = at(base)
     if _total(kinds, limits) >= 1:
         return limits
-    # Here every slope is above 0: a machine whose limit is 1 would have been enough.
+    # Here every slope is above 0: with a machine whose limit is 1, the base would do.
     growth = _total(kinds, {kind: Fraction(1, slope) for kind, slope in slopes.items()})
     return at(base + (1 - _total(kinds, limits)) / growth)
 
@@ -105,8 +104,7 @@ def _level_out(kinds: Counter[Machine], limits: dict[Machine, Fraction]) -> dict
 def server_shares(workers: Sequence[str], servers: Sequence[str]) -> list[float]:
     """Return each server's share, from the machines of workers and servers.
 
-    Servers of one machine share what it holds equally.
-    There is one at least.
+    Servers on the same machine get equal shares. There must be at least one server.
     """
     num_workers, num_servers = Counter(workers), Counter(servers)
     names = list(num_workers | num_servers)

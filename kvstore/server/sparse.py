@@ -1,9 +1,9 @@
 """Serve the rows of row-sparse keys, and rows of dense keys.
 
-A row that a row-sparse key does not hold is zero. A part of a dense key may begin and end within a
-row: see ``sparse/partition.py``. Rounds of a part and its requests run on the thread of its lane,
-pulls on the I/O thread when no round of the part is applied. Read next: ``sparse/table.py`` for
-what is stored, ``rows.py`` for the requests.
+A row that a row-sparse key does not store is zero. A part of a dense key may begin and end within a
+row: see ``sparse/partition.py``. A part's rounds and requests run on the thread of its lane, pulls
+on the I/O thread while no round of the part is being applied. Read next: ``sparse/table.py`` for
+the stored rows, ``rows.py`` for the requests.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ NO_OPTIMIZER = "dist_async needs an optimizer: call set_optimizer before push"
 
 
 class _Arriving(NamedTuple):
-    """The rows that are on their way from a file or from ``init``."""
+    """The loading of rows from a file or from ``init``."""
 
     has_values: bool
     has_states: bool
 
 
 class KeyPart(RowPart):
-    """The rows of one row-sparse key on a server, by their numbers there."""
+    """The rows of one row-sparse key on a server; ids count the rows of this part."""
 
     ending = "deleted"
 
     def __init__(self, store: StoreState, lane: int, entry: RowPartEntry, *, is_full: bool) -> None:
-        """``is_full`` says that all of its rows are about to come."""
+        """``is_full``: whether all of its rows will be sent."""
         super().__init__(store, lane, entry.part, f"key {entry.key!r}", entry.width, entry.dtype)
         self.entry = entry
         self.table = RowTable(KeySpec((entry.num_rows, entry.width), entry.dtype), is_whole=is_full)
@@ -67,7 +67,7 @@ class KeyPart(RowPart):
         self._workspace = Workspace()
 
     def needs_rows(self) -> bool:
-        """Return whether first rows are needed; forget those of a lost worker."""
+        """Return whether first rows must be sent; forget rows from a lost worker."""
         if self.arriving is None or self.arriving.has_states:
             return False
         self.table.begin_afresh()
@@ -113,7 +113,7 @@ class KeyPart(RowPart):
         if wanted.kind is RowPayloadKind.WANTED:
             return super().answer(wanted, allocate, most_bytes)
         ids, num_rows = self.table.ids(), self.entry.num_rows
-        # Not the stop of all rows, which may be 2**63.
+        # At the end, do not search for the stop of all rows, which may be 2**63.
         is_last = wanted.held.stop == num_rows
         high = len(ids) if is_last else np.searchsorted(ids, wanted.held.stop)
         ids = ids[np.searchsorted(ids, wanted.held.start) : high]
@@ -160,7 +160,7 @@ class KeyPart(RowPart):
         if has_states:
             dtypes += [state.dtype for state in self.table.states]
             if has_master(self.dtype) and len(frames) == len(dtypes) - 1:
-                del dtypes[-1]  # a file of before there were masters
+                del dtypes[-1]  # a file from a version without master weights
         arrays = rows_in(self.title, len(ids), self.width, frames, dtypes)
         values = arrays.pop(0) if has_values else None
         self.table.merge(ids, values, arrays if has_states else None)
@@ -195,7 +195,7 @@ class WantedCut(NamedTuple):
 
 
 def take_cut(part: Part, payload: RowPayload) -> TakenCut:
-    """Check a contribution of some rows to a dense key's part, and return it."""
+    """Check a contribution of rows to a part of a dense key, and return it."""
     cut = _cut_of(part, payload)
     if payload.kind is not RowPayloadKind.ROWS:
         raise ProtocolError("a contribution of rows to a dense key must have ids and values")
@@ -210,7 +210,7 @@ def take_cut(part: Part, payload: RowPayload) -> TakenCut:
 
 
 def take_cut_pull(part: Part, payload: RowPayload) -> WantedCut:
-    """Check a pull of some rows of a dense key's part, and return it."""
+    """Check a pull of rows of a part of a dense key, and return it."""
     cut = _cut_of(part, payload)
     if payload.kind is not RowPayloadKind.WANTED or len(payload.values):
         raise ProtocolError("a pull of rows of a dense key must have their ids")
@@ -228,7 +228,7 @@ def _cut_of(part: Part, payload: RowPayload) -> Cut:
 
 
 def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
-    """Apply a round of a dense key's part with some rows. On the lane's thread."""
+    """Apply a round that has rows to a part of a dense key. Runs on the lane's thread."""
     arena = part.arena
     base = arena.store.optimizer  # read once: the I/O thread may set another one
     if base is None and arena.store.ranks is None:
@@ -259,9 +259,9 @@ def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
 
 
 def answer_cut(part: Part, wanted: WantedCut, allocate: Allocate, most_bytes: int) -> Any:
-    """Return a frame with the values that are wanted of a dense key's part.
+    """Return a frame with the requested rows of a part of a dense key.
 
-    Raises ``ValueMismatchError`` where it would have more than ``most_bytes``.
+    Raises ``ValueMismatchError`` if it would have more than ``most_bytes``.
     """
     check_fits(part.title, len(wanted.ids), wanted.nbytes, most_bytes)
     memory = allocate(wanted.nbytes)

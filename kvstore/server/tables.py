@@ -1,7 +1,7 @@
 """``TablePart``: a server's share of a growing table, as a part with rows.
 
-A pull may make and evict rows; a lock keeps rounds and requests out meanwhile. Read next:
-``sparse/tables/shard.py`` for how rows come and go, ``rows.py`` for the requests.
+A pull may create and evict rows, so pulls, rounds and requests take a lock. Read next:
+``sparse/tables/shard.py`` for the rules of creation and eviction, ``rows.py`` for the requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_MARKS = 2**31 - 2
 
 
 class TablePart(RowPart):
-    """One server's share of one table."""
+    """A server's share of one table."""
 
     ending = "closed"
 
@@ -61,7 +61,8 @@ class TablePart(RowPart):
     def mark(self, mark: int, plain: list[Any]) -> list[Any]:
         """Return the next mark, the counts of pushes and updates, and the lineage.
 
-        Unless ``mark`` is 0, what changes from now on is after it, and ``plain`` is the lineage.
+        Unless ``mark`` is 0, first set the mark, which later changes come after, and the lineage
+        ``plain``.
         """
         _check_mark(mark)
         if mark:
@@ -76,7 +77,7 @@ class TablePart(RowPart):
         return rows.values.nbytes, rows.memory_bytes - rows.values.nbytes
 
     def held(self) -> tuple[int, Sequence[Ids]]:
-        """Return the rows with the time of each one's touch and its last mark."""
+        """Return the count of updates, and the ids, touch times and marks of all rows."""
         return self.share.rows.count, self._rows.held()
 
     def copies(self, ids: Ids, *, with_states: bool) -> list[np.ndarray[Any, Any]]:
@@ -84,7 +85,7 @@ class TablePart(RowPart):
         return [is_there, *arrays]
 
     def begin(self, fields: Sequence[Any], columns: Sequence[Ids]) -> None:
-        """Begin to load an export; without marks, empty the share."""
+        """Begin to load an export or a delta."""
         if len(columns) != 4 or [type(field) for field in fields] != [bool, int]:
             raise ProtocolError("the rows of an export are malformed")
         is_delta, mark = fields
