@@ -395,7 +395,7 @@ def test_what_this_machine_alone_cannot_give_is_an_error(alone: Launcher) -> Non
     done = alone.run("-n", "1", "-s", "1", "--worker-gpus", "64", "true")
     assert done.returncode == 1
     assert "no node of the Ray cluster has 64 GPUs" in done.stderr
-    assert "name a cluster by RAY_ADDRESS" in done.stderr
+    assert "set RAY_ADDRESS to another one" in done.stderr
     assert alone.nothing_runs()
 
 
