@@ -236,7 +236,7 @@ class Config:
     round_window: int = _setting(
         "PS_ROUND_WINDOW",
         2,
-        "rounds that a worker may push ahead of the open round",
+        "how many rounds a worker may push ahead of the open round",
         least=0,
         most=1_000_000,
     )
@@ -428,10 +428,11 @@ def _parse(setting: dataclasses.Field[Any], text: str) -> Any:
     try:
         return setting.metadata["parse"](text)
     except ValueError:
-        name, expected = setting.metadata["name"], setting.metadata["help"]
-        if setting.metadata["parse"] is _flag:
-            expected = f"1 or 0 ({expected})"
-        raise ConfigError(f"{name} is {text!r}; expected: {expected}") from None
+        name, meaning = setting.metadata["name"], setting.metadata["help"]
+        expected = {_flag: "1 or 0", int: "a whole number"}.get(
+            setting.metadata["parse"], "a number"
+        )
+        raise ConfigError(f"{name} is {text!r}; expected {expected} ({meaning})") from None
 
 
 #: How alike (``difflib``) a name must be to one of ours to be taken for it, misspelt.

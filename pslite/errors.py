@@ -81,6 +81,13 @@ class ClosedError(PSError):
     """The node was closed while the call was waiting, or before it was made."""
 
 
+def unexpected(expected: str, found: object) -> ProtocolError:
+    """Return the error about data of a peer: what was expected, what came, what to do."""
+    return ProtocolError(
+        f"expected {expected}, got {found!r:.100}; run the same version of kvstore on all nodes"
+    )
+
+
 def describe(error: BaseException) -> tuple[str, str]:
     """Return an error for the wire: the name of its class, and its text.
 

@@ -62,7 +62,8 @@ class KnownSums:
         digits, wanted = found["digits"], 2 * _SUM_BYTES * number
         if len(digits) != wanted:
             raise _not_fitting(
-                f"{wanted} hexadecimal digits, 8 for each block of {block_bytes} bytes",
+                f"checksums of {wanted} hexadecimal digits, 8 for each block of "
+                f"{block_bytes} bytes",
                 f"{len(digits)} digits",
             )
         sums = struct.unpack(f">{number}I", bytes.fromhex(digits))
@@ -128,5 +129,6 @@ def _num_blocks(data_bytes: int, block_bytes: int) -> int:
 
 def _not_fitting(expected: str, found: str) -> ValueError:
     return ValueError(
-        f"expected {expected}, got {found}; the file may be damaged or written by a newer version"
+        f"expected {expected}, got {found}; load an earlier checkpoint, or update kvstore if a "
+        "newer version wrote the file"
     )

@@ -267,7 +267,9 @@ class CheckpointReader(SavedStates):
                     for name in self._values.names
                 }
             except ValueError as error:
-                raise CheckpointError(f"{paths['values']} has a malformed key: {error}") from error
+                raise CheckpointError(
+                    f"{paths['values']} must have integer keys: {error}; load an earlier checkpoint"
+                ) from error
             self._take_whole_shapes()
             stack.pop_all()
 

@@ -164,4 +164,6 @@ def _read(file: TensorReader, path: Path, name: str) -> Residual:
     try:
         return Residual(int(key) if is_int else key, int(sender), file.read(name))
     except ValueError as error:
-        raise CheckpointError(f"{path} has a malformed key: {error}") from error
+        raise CheckpointError(
+            f"{path} must have integer keys: {error}; load an earlier checkpoint"
+        ) from error

@@ -66,7 +66,8 @@ def finite(name: str, value: Any) -> float:
     number = _number(name, value)
     if not abs(number) <= _MOST_FLOAT32:
         raise ArgumentValueError(
-            f"the compression parameter {name!r} must be a finite number, got {value!r}"
+            f"the compression parameter {name!r} must be a number from -3.4e38 to 3.4e38 "
+            f"(float32), got {value!r}"
         )
     return number
 

@@ -33,7 +33,7 @@ from kvstore.compression.sparsify import Pick, RandomK, TopK
 from kvstore.compression.value_codecs import Bf16, Fp16, Int8, OneBit, TwoBit
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.errors.hints import did_you_mean
-from pslite.errors import ProtocolError, UsageError, check_unicode
+from pslite.errors import ProtocolError, UsageError, check_unicode, unexpected
 
 FEEDBACK = "feedback"
 
@@ -179,13 +179,13 @@ class Compression:
     def from_plain(cls, data: object) -> Compression:
         """Parse the output of ``plain``. Raises ``ProtocolError`` if it is malformed."""
         if type(data) is not list:
-            raise ProtocolError("the compression of a store is malformed")
+            raise unexpected("the compression of a store, a list of rules", data)
         try:
             made = cls.of(data)
         except UsageError as error:
             raise ProtocolError(f"the compression of a store is invalid: {error}") from error
         if made.plain() != data:
-            raise ProtocolError("the compression of a store is not in its plain form")
+            raise unexpected(f"the compression of a store as {made.plain()}", data)
         return made
 
     def plain(self) -> list[dict[str, Any]]:
@@ -208,7 +208,7 @@ class Compression:
         if number == -1:
             return UNCHANGED
         if type(number) is not int or not 0 <= number < len(self.rules):
-            raise ProtocolError("the compression rule of a part is missing")
+            raise unexpected(f"the number of one of {len(self.rules)} rules", number)
         return self.rules[number]
 
 

@@ -205,11 +205,15 @@ def from_bytes(data: bytes) -> tuple[dict[Any, tuple[int, Any]], Any]:
         entries = {}
         for key, count, layout in rows:
             if type(key) not in (int, str) or type(count) is not int or count < 0:
-                raise ValueError("a key or an update count is invalid")
+                raise ValueError(
+                    f"expected a key and an update count from 0, got {key!r:.60} and {count!r:.60}"
+                )
             entries[key] = count, reader.state(layout)
         reader.check_end()
     except (ProtocolError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the states of an Updater are malformed: {error}") from error
+        raise CheckpointError(
+            f"expected bytes from Updater.get_states: {error}; pass bytes that were saved whole"
+        ) from error
     return entries, optimizer
 
 

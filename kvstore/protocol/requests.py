@@ -18,7 +18,7 @@ from kvstore.arrays.dtypes import dtype_of, dtype_text
 from kvstore.arrays.keys import Key, KeySpec
 from kvstore.protocol.placement import chunk_ranges, num_chunks
 from kvstore.sparse.partition import Stripes
-from pslite.errors import ProtocolError
+from pslite.errors import ProtocolError, unexpected
 from pslite.plane import Piece
 from pslite.wire.codec import pack_value, unpack_value
 
@@ -186,10 +186,11 @@ def unpack(body: bytes, *kinds: type) -> list[Any]:
 def _checked(data: Any, what: str, *kinds: type | Callable[[Any], bool]) -> list[Any]:
     """Check a list of fields, each of a type, or as a function says."""
     if type(data) is not list or len(data) != len(kinds):
-        raise ProtocolError(f"{what} must have {len(kinds)} fields, got {data!r:.100}")
+        raise unexpected(f"{what} of {len(kinds)} fields", data)
     for field, kind in zip(data, kinds, strict=True):
         if not (type(field) is kind if isinstance(kind, type) else kind(field)):
-            raise ProtocolError(f"a field of {what} is malformed: {field!r:.100}")
+            name = _KIND_NAMES.get(kind) or kind.__name__
+            raise unexpected(f"{name} as a field of {what}", field)
     return data
 
 
@@ -201,9 +202,12 @@ def _is_key(field: Any) -> bool:
     return type(field) in (int, str)
 
 
+_KIND_NAMES: dict[Any, str] = {_is_natural: "a number from 0", _is_key: "a key"}
+
+
 def _table(data: Any) -> list[Any]:
     if type(data) is not list:
-        raise ProtocolError(f"a request must have a list of rows, got {data!r:.100}")
+        raise unexpected("a list of rows in a request", data)
     return data
 
 
@@ -228,12 +232,12 @@ def _declared(row: list[Any], known: dict[str, KeySpec]) -> Declared:
     """Return a key's row as a tuple; ``known`` caches specs by their text."""
     key, shape, dtype, is_row_sparse = row
     if len(shape) > _MAX_DIMENSIONS or (is_row_sparse and not shape):
-        raise ProtocolError(f"a key's shape is malformed: {shape!r:.100}")
+        raise unexpected(f"a key's shape of at most {_MAX_DIMENSIONS} lengths", shape)
     text = f"{dtype} {shape!r}"
     spec = known.get(text)
     if spec is None:
         if not all(map(_is_natural, shape)):
-            raise ProtocolError(f"a key's shape is malformed: {shape!r:.100}")
+            raise unexpected("a key's shape of lengths from 0", shape)
         spec = known[text] = KeySpec(tuple(shape), dtype_of(dtype))
     return Declared(key, spec, is_row_sparse)
 
@@ -266,12 +270,13 @@ def unpack_entries(body: bytes) -> list[KeyEntry]:
         )
         key, spec, is_row_sparse = _declared(declared, known)
         if len(servers) > MAX_CHUNKS or not all(map(_is_natural, servers)):
-            raise ProtocolError(f"the placement of key {key!r} is malformed: {servers!r:.100}")
+            raise unexpected(f"ranks of the servers that hold key {key!r}", servers)
         entry = KeyEntry(
             key, spec, first_part, chunk_bytes, tuple(servers), generation, is_row_sparse
         )
         if chunk_bytes < 1 or not _fits(entry):
-            raise ProtocolError(f"the placement of key {key!r} does not match its number of parts")
+            expected = f"as many servers as key {key!r} has parts of {chunk_bytes} bytes"
+            raise unexpected(expected, servers)
         entries.append(entry)
     return entries
 

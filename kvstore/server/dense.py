@@ -22,7 +22,7 @@ from kvstore.server.malloc import LateReturn
 from kvstore.server.memory import Arena, Part, StoreState
 from kvstore.server.part_table import PartTable
 from pslite import Incoming, Postoffice
-from pslite.errors import ProtocolError, UsageError
+from pslite.errors import UsageError, unexpected
 from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
 
 #: At most this many unused copies are kept, such as those of parts that are now pulled separately.
@@ -129,7 +129,7 @@ class DenseStores:
         number, synchronous, table, rules = unpack(incoming.body, int, bool, list, list)
         entries = unpack_parts(table)
         if len(rules) != len(entries):
-            raise ProtocolError("the rule of a part is missing")
+            raise unexpected(f"rules for {len(entries)} parts", rules)
         sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
         pieces = cut(sizes, incoming.frames)
         store = self._store_of(number, synchronous)
@@ -169,7 +169,7 @@ class DenseStores:
         chosen = {}
         for row in rows:
             if type(row) is not list or len(row) != 2 or type(row[0]) is not int:
-                raise ProtocolError("a part's rule is malformed")
+                raise unexpected("a part and the number of its rule", row)
             chosen[row[0]] = compression.rule(row[1])
         mine = [part for part in self.parts if part.store is store and part.entry.part in chosen]
         for part in mine:
@@ -219,7 +219,7 @@ class DenseStores:
         numbers, counts, has_values = unpack(incoming.body, list, list, bool)
         parts = self._found(numbers)
         if len(counts) != len(parts) or not all(type(n) is int and n >= 0 for n in counts):
-            raise ProtocolError("the update counts are malformed or incomplete")
+            raise unexpected(f"update counts of {len(parts)} parts", counts)
         rest = iter(incoming.frames)
         rows = [list(itertools.islice(rest, has_values + part.num_states)) for part in parts]
         if rows:

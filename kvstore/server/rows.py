@@ -25,7 +25,7 @@ from kvstore.sparse.payload import read_payload
 from kvstore.sparse.tables.settings import checked_table_optimizer, settings_from_plain
 from kvstore.sparse.tables.shard import TableShare
 from pslite import Incoming
-from pslite.errors import ProtocolError, UsageError
+from pslite.errors import ProtocolError, UsageError, unexpected
 from pslite.plane import NO_SIZE, Job, Outcome, Piece, ServerPlane
 
 P = TypeVar("P", bound=RowPart)
@@ -125,9 +125,9 @@ class RowStores:
         """Answer with the number of updates, and the columns of the next rows by id."""
         number, after, most = unpack(incoming.body, int, list, int)
         if len(after) > 1 or any(type(id_) is not int for id_ in after) or most < 1:
-            raise ProtocolError("the start of a page of ids is malformed")
+            raise unexpected("at most one id and a number of rows above 0", (after, most))
         if after and not -(2**63) <= after[0] < 2**63:
-            raise ProtocolError("the start of a page of ids is not an id")
+            raise unexpected("an id of 64 bits", after[0])
 
         def look(part: RowPart) -> tuple[bytes, list[bytes]]:
             num_updates, columns = part.held()
@@ -157,13 +157,13 @@ class RowStores:
         (number,) = unpack(incoming.body, int)
         frames = incoming.frames
         if not frames:
-            raise ProtocolError("a message with rows needs a frame of ids")
+            raise unexpected("a frame of ids and frames of rows", frames)
         self._run(incoming, self._found(number), lambda part: part.write(frames))
 
     def _end(self, incoming: Incoming) -> None:
         number, num_updates, fields = unpack(incoming.body, int, int, list)
         if num_updates < -1:
-            raise ProtocolError(f"a number of updates is malformed: {num_updates}")
+            raise unexpected("a number of updates, or -1", num_updates)
         self._run(incoming, self._found(number), lambda part: part.end(num_updates, fields))
 
     # -- tables ------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class RowStores:
             incoming.body, int, bool, int, int, int, list, list
         )
         if not 0 <= share < num_shares or part < 0:
-            raise ProtocolError("a share of a table is malformed")
+            raise unexpected(f"a part and a share from 0 to {num_shares - 1}", (part, share))
         settings = settings_from_plain(plain, num_shares)
         chosen = self._checked_optimizer(optimizer, settings.dtype)
         # If a rank left half-way, the rank that replaces it finds some parts here; they stay.

@@ -20,7 +20,7 @@ from kvstore.sparse.sums import Contribution, RowValues
 from kvstore.sparse.tables.ages import MOST_TIME, stamp_at
 from kvstore.sparse.tables.settings import checked_lines, lineage_from_plain, lineage_to_plain
 from kvstore.sparse.tables.shard import TableShare
-from pslite.errors import ProtocolError
+from pslite.errors import ProtocolError, unexpected
 
 MOST_MARKS = 2**31 - 2
 """Marks are kept in 32 bits."""
@@ -87,7 +87,7 @@ class TablePart(RowPart):
     def begin(self, fields: Sequence[Any], columns: Sequence[Ids]) -> None:
         """Begin to load an export or a delta."""
         if len(columns) != 4 or [type(field) for field in fields] != [bool, int]:
-            raise ProtocolError("the rows of an export are malformed")
+            raise unexpected("4 columns of rows, a flag and a mark", (len(columns), list(fields)))
         is_delta, mark = fields
         _check_mark(mark)
         rows = FileRows(*columns)
@@ -97,7 +97,7 @@ class TablePart(RowPart):
 
     def write(self, frames: Sequence[Any]) -> None:
         if len(frames) < 3:
-            raise ProtocolError("the rows of an export are malformed")
+            raise unexpected("frames of ids, times and rows, at least 3", len(frames))
         ids, stamps, *_ = map(longs, frames[:2])
         _check_rows(ids, stamps)
         if not self._rows.is_loading:
@@ -109,7 +109,7 @@ class TablePart(RowPart):
 
     def end(self, num_updates: int, fields: Sequence[Any]) -> None:
         if [type(field) for field in fields] != [int, list] or not 0 <= fields[0] <= MOST_TIME:
-            raise ProtocolError("the counts of an export are malformed")
+            raise unexpected("a time and the lineage of a table", list(fields))
         time, lines = fields[0], checked_lines(fields[1])
         if not self._rows.is_loading:
             raise not_loading(self.title)
@@ -125,4 +125,5 @@ def _check_rows(ids: Ids, stamps: Ids) -> None:
     """Raise ``ProtocolError`` unless ids are sorted and stamps are valid."""
     is_fine = len(ids) == len(stamps) and is_increasing(ids)
     if not is_fine or ((stamps < 0) | (stamps >= stamp_at(MOST_TIME + 1))).any():
-        raise ProtocolError("the rows of an export are not sorted, or have invalid times")
+        found = (len(ids), len(stamps), ids[:3].tolist(), stamps[:3].tolist())
+        raise unexpected("increasing ids of rows and a valid time for each", found)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.sparse.ids import Ids
-from pslite.errors import ProtocolError
+from pslite.errors import unexpected
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -104,18 +104,20 @@ def write_payload(
 def read_payload(memory: Bytes) -> RowPayload:
     """Parse the output of ``write_payload``, checked without knowing the part."""
     if len(memory) < HEADER_BYTES:
-        raise ProtocolError(f"a payload of rows has {len(memory)} bytes, too few for its header")
+        raise unexpected(f"a header of {HEADER_BYTES} bytes before rows", memory.tobytes())
     number, size, *unused, count, width, offset = _HEADER.unpack(memory[:HEADER_BYTES].tobytes())
     try:
         kind = RowPayloadKind(number)
     except ValueError:
-        raise ProtocolError(f"unknown kind of row payload: {number}") from None
+        kinds = f"a kind of row payload from 1 to {max(RowPayloadKind)}"
+        raise unexpected(kinds, number) from None
     has_ids = kind in _WITH_IDS and count > 0
     if any(unused) or (has_ids and size not in _ID_TYPES) or (size and not has_ids):
-        raise ProtocolError("the header of a payload of rows is malformed")
+        found = f"kind {number}, {count} rows, {size} bytes for each id, unused {unused}"
+        raise unexpected("a header that fits its rows", found)
     start = HEADER_BYTES + _padded(count * size)
     if start > len(memory):
-        raise ProtocolError(f"a payload of rows is too short for {count} ids")
+        raise unexpected(f"at least {start} bytes for {count} ids", len(memory))
     ids: Ids = np.empty(0, np.int64)
     if has_ids:
         stop = HEADER_BYTES + count * size

@@ -285,7 +285,7 @@ class InprocVan(Van):
 
     def _check_open(self, what: str) -> None:
         if self._closed:
-            raise ClosedError(f"cannot {what}: this van was closed")
+            raise ClosedError(f"cannot {what}: this van is closed; create another one")
 
 
 def _delivered(frame: bytes | memoryview) -> bytes | memoryview:

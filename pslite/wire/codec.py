@@ -292,7 +292,10 @@ def unpack_value(data: Buffer) -> Any:
             data, strict_map_key=False, max_ext_len=0, ext_hook=_refuse_extension
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"malformed msgpack: {type(error).__name__}: {error}") from None
+        raise ProtocolError(
+            f"expected plain data as msgpack, got {bytes(data[:20])!r}... "
+            f"({type(error).__name__}: {error})"
+        ) from None
 
 
 def _refuse_extension(code: int, data: bytes) -> None:

@@ -574,12 +574,12 @@ def header(
 @pytest.mark.parametrize(
     ("payload", "text"),
     [
-        (b"short", "too few for its header"),
-        (header(kind=9), "unknown kind"),
-        (header(1), "malformed"),
+        (b"short", "a header of 32 bytes before rows"),
+        (header(kind=9), "a kind of row payload from 1 to"),
+        (header(1), "a header that fits its rows"),
         (header(width=3), "rows of 2 numbers, got 3"),
         (header(offset=1), "got an offset"),
-        (header(9, 8), "too short for 9 ids"),
+        (header(9, 8), "bytes for 9 ids, got 32"),
         (header(1, 8) + bytes(16), "wrong size: 0 bytes"),
         (header(kind=3), "got a pull"),
     ],

@@ -310,7 +310,10 @@ def test_a_python_that_a_node_has_not_is_a_sentence(launcher: Launcher) -> None:
     assert done.returncode == 1
     [line] = said(done)
     assert "the agent of " in line
-    assert line.endswith("ended with exit code 127: /no/python: No such file or directory")
+    assert (
+        "ended with exit code 127; its last line of output: /no/python: No such file or directory; "
+        "check --python"
+    ) in line
 
 
 @pytest.mark.parametrize(

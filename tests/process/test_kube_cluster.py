@@ -229,7 +229,7 @@ def test_the_schedulers_pod_of_the_only_job_or_of_the_one_that_is_named(server: 
         pod(None, "a-1", "b-2")
     with pytest.raises(LaunchError, match="a running job 'c' in namespace team, found: a-1, b-2;"):
         pod("c", "a-1", "b-2")
-    with pytest.raises(LaunchError, match="found: none;"):
+    with pytest.raises(LaunchError, match="found: none; start a job, or give another"):
         pod(None)
     server.answers[PODS] = (503, {"message": "no room"})
     with pytest.raises(LaunchError, match="cannot ask the cluster: Service Unavailable: no room"):

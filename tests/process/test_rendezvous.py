@@ -175,8 +175,8 @@ def test_malformed_settings_are_refused_by_name(make_job: MakeJob) -> None:
     wrong = {
         "DMLC_NUM_WORKER": ("-1", "DMLC_NUM_WORKER is -1; it must be 0 or greater"),
         "DMLC_ROLE": ("serv", "DMLC_ROLE is 'serv'; it must be worker, server or scheduler"),
-        "PS_VERBOSE": ("loud", "PS_VERBOSE is 'loud'; expected: 1 prints connections; 2 "),
-        "DMLC_TASK_ID": ("first", "DMLC_TASK_ID is 'first'; expected: requested rank within the "),
+        "PS_VERBOSE": ("loud", "PS_VERBOSE is 'loud'; expected a whole number (1 prints "),
+        "DMLC_TASK_ID": ("first", "DMLC_TASK_ID is 'first'; expected a whole number (requested "),
     }
     servers = [job.server(0, {name: text}) for name, (text, _) in wrong.items()]
     worker_as_server = job.server(0, {"DMLC_ROLE": None})

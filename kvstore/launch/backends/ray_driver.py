@@ -207,8 +207,11 @@ class Driver:
         ):  # why there is no agent; the launcher knows what to do with it
             print(said, file=self._own)
         elif code:
-            last = (said.strip() or "it said nothing").splitlines()[-1]
-            raise CannotRun(f"{host}: the agent of {name} ended with exit code {code}: {last}")
+            last = (said.strip() or "(none)").splitlines()[-1]
+            raise CannotRun(
+                f"the agent of {name} on {host} ended with exit code {code}; its last line of "
+                f"output: {last}; check --python and the packages on that host"
+            )
 
     def _say(self, state: str) -> None:
         new = self._directory / f"{STATE_NAME}.new"

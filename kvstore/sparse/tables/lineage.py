@@ -86,13 +86,16 @@ def lines_to_plain(lines: Lines) -> list[list[Any]]:
 def lines_from_plain(data: object) -> Lines:
     """Parse the output of ``lines_to_plain``. Raises ``ValueError``."""
     if not isinstance(data, (list, tuple)):
-        raise ValueError("the lineage is not a list")
+        raise ValueError(f"expected a list as the lineage, got {data!r:.60}")
     for pair in data:
         if not isinstance(pair, (list, tuple)) or [type(each) for each in pair] != [str, int]:
             raise ValueError(f"expected pairs of an id and a mark in the lineage, got {pair!r:.60}")
         if not 0 < len(pair[0]) <= _MOST_CHARACTERS or not 0 <= pair[1] <= _MOST_MARK:
-            raise ValueError("an id or a mark of the lineage is out of range")
+            raise ValueError(
+                f"expected an id of 1 to {_MOST_CHARACTERS} characters and a mark from 0 to "
+                f"{_MOST_MARK} in the lineage, got {pair!r:.60}"
+            )
     lines = tuple(Line(*pair) for pair in data)
     if any(before.mark >= line.mark for before, line in pairwise(lines)):
-        raise ValueError("the marks of the lineage are not increasing")
+        raise ValueError(f"expected increasing marks in the lineage, got {data!r:.60}")
     return lines

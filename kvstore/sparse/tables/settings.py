@@ -22,7 +22,7 @@ from kvstore.sparse.tables.ages import AGE_BYTES
 from kvstore.sparse.tables.hash_index import MOST_PLACES, PLACE_BYTES
 from kvstore.sparse.tables.initial_rows import Init, check_range, checked_init
 from kvstore.sparse.tables.lineage import Lineage, Lines, lines_from_plain, lines_to_plain
-from pslite.errors import ProtocolError, check_unicode
+from pslite.errors import ProtocolError, check_unicode, unexpected
 
 MOST_DIM = 2**24
 """A row of float64 has 128 MiB then, and has to fit a message."""
@@ -203,10 +203,11 @@ def settings_to_plain(settings: TableSettings) -> list[Any]:
 def settings_from_plain(data: list[Any], num_shares: int) -> TableSettings:
     """Parse the output of ``settings_to_plain``. Raises ``ProtocolError``."""
     if len(data) != 9:
-        raise ProtocolError("the settings of a table are malformed")
+        raise unexpected("the settings of a table, a list of 9 fields", data)
     name, dim, dtype, kind, number, capacity, ttl, admit_after, seed = data
     if type(kind) is not str or kind not in _INITS or type(number) is not float:
-        raise ProtocolError("the initial rows of a table are malformed")
+        kinds = ", ".join(_INITS)
+        raise unexpected(f"initial rows of a table, one of {kinds} and a number", [kind, number])
     try:
         return checked_settings(
             name,
@@ -220,7 +221,7 @@ def settings_from_plain(data: list[Any], num_shares: int) -> TableSettings:
             num_shares=num_shares,
         )
     except (ArgumentTypeError, ArgumentValueError) as error:
-        raise ProtocolError(f"the settings of a table are malformed: {error}") from error
+        raise unexpected("valid settings of a table", str(error)) from error
 
 
 def lineage_to_plain(lineage: Lineage) -> list[Any]:
@@ -231,7 +232,7 @@ def lineage_to_plain(lineage: Lineage) -> list[Any]:
 def lineage_from_plain(data: list[Any]) -> Lineage:
     """Parse the output of ``lineage_to_plain``. Raises ``ProtocolError``."""
     if len(data) != 2 or type(data[0]) is not str or not data[0]:
-        raise ProtocolError("the lineage of a table is malformed")
+        raise unexpected("the lineage of a table, an id and a list of pairs", data)
     return Lineage(checked_lines(data[1]), data[0])
 
 
@@ -240,7 +241,10 @@ def checked_lines(data: object) -> Lines:
     try:
         return lines_from_plain(data)
     except ValueError as error:
-        raise ProtocolError(f"the lineage of a table is malformed: {error}") from error
+        raise ProtocolError(
+            f"expected a list of saves that a table has loaded: {error}; run the same version of "
+            "kvstore on all nodes"
+        ) from error
 
 
 def _init_to_plain(init: Init) -> tuple[str, float]:

@@ -40,7 +40,7 @@ from kvstore.stores.dist.plan import Group, flat_bytes, group_bytes, part_entrie
 from kvstore.stores.dist.row_pages import RowPages, create_rows
 from kvstore.stores.dist.sparse_transfer import RowPlacement
 from pslite import Future, Postoffice, Role
-from pslite.errors import ProtocolError, describe
+from pslite.errors import describe, unexpected
 from pslite.future import completed, settled
 from pslite.future import gather as gather_futures
 from pslite.ids import SCHEDULER_ID, node_id
@@ -294,7 +294,8 @@ class Servers:
             specs = [entries[position].spec for position, _, _ in group.slices]
             dtypes = [[spec.dtype, *states_of(spec.dtype)] for spec in specs]
             if len(counts) != len(specs) or sum(map(len, dtypes)) != len(reply.frames):
-                raise ProtocolError("a server sent a malformed copy of values and optimizer states")
+                expected = f"{len(specs)} counts and {sum(map(len, dtypes))} arrays from a server"
+                raise unexpected(expected, (len(counts), len(reply.frames)))
             frames = iter(reply.frames)
             for (position, start, _), row, count in zip(group.slices, dtypes, counts, strict=True):
                 values, *states = [np.frombuffer(next(frames), dtype) for dtype in row]

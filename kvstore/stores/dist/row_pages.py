@@ -20,7 +20,7 @@ from kvstore.sparse.sums import RowValues
 from kvstore.stores.arguments_sparse import contribution_of
 from kvstore.stores.dist.sparse_transfer import RowPlacement, placement_of
 from pslite import Future
-from pslite.errors import ProtocolError
+from pslite.errors import ProtocolError, unexpected
 from pslite.future import completed, gather
 from pslite.node.customer import Reply
 
@@ -88,7 +88,8 @@ class RowPages:
     def _columns(self, reply: Reply, after: list[int]) -> list[Ids]:
         sizes = {memoryview(frame).nbytes for frame in reply.frames}
         if len(sizes) != 1 or max(sizes) % 8:
-            raise ProtocolError(f"{self.home.title}: a server sent a malformed list of rows")
+            expected = f"columns of equally many 8-byte numbers about the {self.home.title}"
+            raise unexpected(expected, sorted(sizes))
         arrays = [np.frombuffer(frame, "<i8") for frame in reply.frames]
         if after and len(arrays[0]) and arrays[0][0] <= after[0]:
             raise ProtocolError(
@@ -115,12 +116,13 @@ class RowPages:
             flags, *copies = (np.frombuffer(frame, np.uint8) for frame in reply.frames)
             places = np.arange(len(ids))[share.at]
             if len(flags) != len(places):
-                raise ProtocolError(f"{home.title}: a server sent a malformed copy of rows")
+                raise unexpected(f"{len(places)} flags about the {home.title}", len(flags))
             held = places[flags != 0]
             is_there[held] = True
             sizes = [len(held) * home.width * dtype.itemsize for dtype in dtypes]
             if [len(copy) for copy in copies] != sizes:
-                raise ProtocolError(f"{home.title}: a server sent a malformed copy of rows")
+                found = [len(copy) for copy in copies]
+                raise unexpected(f"copies of {sizes} bytes of the {home.title}", found)
             for array, copy in zip(arrays, copies, strict=True):
                 array[held] = copy.view(array.dtype).reshape(len(held), home.width)
         return is_there, arrays

@@ -36,7 +36,7 @@ from kvstore.stores.dist.table_rows import ServerRows
 from kvstore.stores.dist.transfer import DenseExchange
 from kvstore.stores.tables import StoreTables, Table
 from pslite import Future, Postoffice
-from pslite.errors import ClosedError, ProtocolError
+from pslite.errors import ClosedError, unexpected
 from pslite.future import settled
 from pslite.ids import Role, node_id
 
@@ -264,9 +264,11 @@ def _named(settings: Sequence[Any], optimizer: Sequence[Any]) -> str:
 
 def _statistics_in(body: bytes) -> TableStatistics:
     try:
-        return TableStatistics(*unpack(body, list)[0])
+        (fields,) = unpack(body, list)
+        return TableStatistics(*fields)
     except TypeError as error:
-        raise ProtocolError("a server sent malformed statistics of a table") from error
+        number = len(TableStatistics._fields)
+        raise unexpected(f"statistics of a table, {number} numbers", fields) from error
 
 
 def _summed(found: Sequence[TableStatistics]) -> TableStatistics:

@@ -100,8 +100,9 @@ def test_an_empty_variable_is_as_good_as_none(field: str) -> None:
 def test_a_malformed_value_is_named_with_its_setting(field: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Config.from_env({env_name(field): text})
+    kind = "a number" if "float" in str(FIELDS[field].type) else "a whole number"
     assert str(caught.value) == (
-        f"{env_name(field)} is {text!r}; expected: {FIELDS[field].metadata['help']}"
+        f"{env_name(field)} is {text!r}; expected {kind} ({FIELDS[field].metadata['help']})"
     )
 
 
@@ -121,7 +122,7 @@ def test_a_flag_that_is_neither_yes_nor_no_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Config.from_env({"PS_SHM": text})
     assert str(caught.value) == (
-        f"PS_SHM is {text!r}; expected: 1 or 0 ({FIELDS['shm'].metadata['help']})"
+        f"PS_SHM is {text!r}; expected 1 or 0 ({FIELDS['shm'].metadata['help']})"
     )
 
 

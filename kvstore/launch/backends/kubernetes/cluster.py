@@ -168,10 +168,11 @@ class KubeCluster:
         if len(found) == 1:
             return str(found[0])
         there = ", ".join(sorted(jobs)) or "none"
+        remedy = "name one of these" if jobs else "start a job"
         wanted = "one running job" if name is None else f"a running job {name!r}"
         raise LaunchError(
-            f"expected {wanted} in namespace {self.namespace}, found: {there}; name one of these, "
-            "or another --namespace",
+            f"expected {wanted} in namespace {self.namespace}, found: {there}; {remedy}, "
+            "or give another --namespace",
             exit_code=1 if not jobs else 2,
         )
 

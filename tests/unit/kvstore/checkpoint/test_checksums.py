@@ -89,6 +89,7 @@ def test_a_text_that_does_not_fit_the_values_is_refused(text: str) -> None:
     KnownSums.of("crc32 262144 0011223344556677", BLOCK + 1)
     with pytest.raises(
         ValueError,
-        match=r"^expected .*, got .*; the file may be damaged or written by a newer version$",
+        match=r"^expected .*, got .*; load an earlier checkpoint, or update kvstore if a newer "
+        r"version wrote the file$",
     ):
         KnownSums.of(text, BLOCK + 1)

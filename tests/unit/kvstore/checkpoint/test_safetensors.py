@@ -534,8 +534,8 @@ def test_checksums_that_are_none_are_refused(tmp_path: Path) -> None:
     header = json.dumps({"__metadata__": metadata, **arrays}).encode()
     with pytest.raises(
         CheckpointError,
-        match=r"f is damaged: kvstore\.checksums: expected 8 hexadecimal digits, 8 for each "
-        r"block of 262144 bytes, got 2 digits; the file may be damaged or written by a newer",
+        match=r"f is damaged: kvstore\.checksums: expected checksums of 8 hexadecimal digits, "
+        r"8 for each block of 262144 bytes, got 2 digits; load an earlier checkpoint, or update",
     ):
         TensorReader(raw(tmp_path / "f", header, DATA))
 

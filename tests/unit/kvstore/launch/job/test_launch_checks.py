@@ -54,7 +54,7 @@ def test_a_check_tries_the_port_that_is_asked_for(
 @pytest.mark.parametrize(
     ("name", "value", "row"),
     [
-        ("PS_VERBOSE", "x", "settings             PS_VERBOSE is 'x'; expected: "),
+        ("PS_VERBOSE", "x", "settings             PS_VERBOSE is 'x'; expected a whole number "),
         ("PS_JOB_KEY_FILE", "nokey", "job key              the job key nokey "),
         (
             "DMLC_INTERFACE",
@@ -82,14 +82,14 @@ def test_a_check_finds_what_processes_could_not_start_with(
 
 def test_a_check_reads_the_settings_of_each_role(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-n", "1", "--env-server", "PS_SHM:maybe", "--check", sys.executable, "-V"]) == 1
-    assert "NO  settings             PS_SHM is 'maybe'; expected: 1 or 0" in capsys.readouterr().out
+    assert "NO  settings             PS_SHM is 'maybe'; expected 1 or 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("own", [[], ["--check"]])
 @pytest.mark.parametrize(
     ("name", "sentence", "code"),
     [
-        ("PS_VERBOSE", "PS_VERBOSE is 'no-such'; expected: ", 2),
+        ("PS_VERBOSE", "PS_VERBOSE is 'no-such'; expected a whole number ", 2),
         ("PS_JOB_KEY_FILE", "the job key no-such (PS_JOB_KEY_FILE) cannot be read: ", 1),
         ("DMLC_INTERFACE", "DMLC_INTERFACE=no-such: this host does not have such an interface", 1),
     ],

@@ -197,7 +197,7 @@ def test_a_name_without_a_value_takes_the_value_from_here() -> None:
 
 
 def test_a_setting_that_no_pod_could_read_is_refused() -> None:
-    with pytest.raises(LaunchError, match="PS_VERBOSE is 'x'; expected: "):
+    with pytest.raises(LaunchError, match="PS_VERBOSE is 'x'; expected a whole number "):
         made("--env-server", "PS_VERBOSE:x")
 
 
