@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -248,7 +250,10 @@ def test_a_layer_without_gradient_counts_as_zeros_and_stays_without_where_no_ran
     assert torch.equal(found[0][-1], weights(Branches())[-1])
 
 
-def test_a_rank_whose_pass_reaches_no_parameter_takes_part_in_step(two: Workers) -> None:
+@pytest.mark.parametrize("args", [(), (None,)], ids=str)
+def test_a_rank_whose_pass_reaches_no_parameter_takes_part_in_step(
+    two: Workers, args: tuple[None, ...]
+) -> None:
     def script(kv: Any) -> Any:
         model = net()
         optimizer = wrapped(kv, model)
@@ -257,7 +262,7 @@ def test_a_rank_whose_pass_reaches_no_parameter_takes_part_in_step(two: Workers)
             optimizer.zero_grad()
             if kv.rank == 0:
                 torch.nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            optimizer.step(*args)
         return weights(model)
 
     alone = net()
@@ -270,6 +275,125 @@ def test_a_rank_whose_pass_reaches_no_parameter_takes_part_in_step(two: Workers)
     found = two.run(script)
     assert bits(found[0]) == bits(found[1])
     assert_close(found[0], weights(alone))
+
+
+def test_a_step_after_a_pass_that_raised_an_error_is_refused(two: Workers) -> None:
+    """Other ranks would take what it sends again for what comes next."""
+
+    def failing(gradient: Any) -> None:
+        raise ValueError("out of memory")
+
+    def script(kv: Any) -> None:
+        model = net()
+        optimizer = wrapped(kv, model)
+        train(model, optimizer, 1, kv.rank, 2)  # the buckets are known now
+        x, y = batch(1, kv.rank, 2)
+        optimizer.zero_grad()
+        first = model[0](x)
+        first.register_hook(failing)
+        with pytest.raises(ValueError, match="out of memory"):
+            torch.nn.functional.mse_loss(model[1:](first), y).backward()
+        for call in (optimizer.step, optimizer.synchronize, model(x).sum().backward):
+            with pytest.raises(UsageError, match="an earlier backward pass has not ended"):
+                call()
+
+    two.run(script)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_gradients_that_are_added_to_those_of_all_ranks_are_combined_again(
+    two: Workers, average: bool
+) -> None:
+    def script(kv: Any) -> Any:
+        model = net()
+        optimizer = wrapped(kv, model, average=average)
+        x, y = batch(0, kv.rank, 2)
+        loss = lambda: torch.nn.functional.mse_loss(model(x), y)  # noqa: E731
+        loss().backward()
+        with optimizer.no_sync():
+            if not average:
+                with pytest.raises(UsageError, match="are sums over all ranks already"):
+                    loss().backward()
+                return []
+            loss().backward()
+        optimizer.step()
+        return weights(model)
+
+    alone = net()
+    theirs = SGD(alone.parameters())
+    x, y = batch(0, -1, 2)
+    (2 * torch.nn.functional.mse_loss(alone(x), y)).backward()
+    theirs.step()
+    found = two.run(script)
+    assert bits(found[0]) == bits(found[1])
+    if average:
+        assert_close(found[0], weights(alone))
+
+
+def test_a_later_optimizer_takes_over_the_gradients_of_an_earlier_one(two: Workers) -> None:
+    def script(kv: Any) -> Any:
+        model = net()
+        before = wrapped(kv, model, average=False)
+        optimizer = wrapped(kv, model, average=False)
+        found = train(model, optimizer, 3, kv.rank, 2)
+        assert not before.state
+        return found
+
+    alone = net()
+    make = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)  # twice the gradient
+    assert_close(two.run(script)[0], train(alone, make, 3, -1, 2))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_with_a_graph_of_their_own_are_averaged(two: Workers) -> None:
+    def script(kv: Any) -> Any:
+        model = net()
+        optimizer = wrapped(kv, model)
+        for step in range(3):
+            x, y = batch(step, kv.rank, 2)
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward(create_graph=True)
+            optimizer.step()
+        return weights(model)
+
+    alone = net()
+    assert_close(two.run(script)[0], train(alone, SGD(alone.parameters()), 3, -1, 2))
+
+
+def test_an_embedding_whose_sparse_gradient_comes_late_is_averaged(two: Workers) -> None:
+    def steps(parts: Any, optimizer: Any, ids: Any) -> Any:
+        for step in range(3):
+            optimizer.zero_grad()
+            bags = parts[0](ids) if step else torch.ones(len(ids), 4)
+            (parts[1](bags) ** 2).mean().backward()
+            optimizer.step()
+        return weights(parts)
+
+    def model() -> Any:
+        return torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, sparse=True), torch.nn.Linear(4, 2))
+
+    made = [model() for _ in range(3)]
+    for each in made[1:]:
+        each.load_state_dict(made[0].state_dict())
+    ids = torch.tensor([[1, 2], [3, 1]])
+    descent = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+
+    def script(kv: Any) -> Any:
+        net = made[kv.rank]
+        return steps(net, wrapped(kv, net, descent), ids[kv.rank :][:1])
+
+    wanted = steps(made[2], descent(made[2].parameters()), ids)
+    assert_close(two.run(script)[0], wanted)
+
+
+def test_copies_and_pickles_are_refused_by_name(two: Workers) -> None:
+    def script(kv: Any) -> None:
+        optimizer = wrapped(kv, net())
+        for call in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match="DistributedSGD can be neither copied nor"):
+                call(optimizer)
+
+    two.run(script)
 
 
 def test_sparse_gradients_stay_sparse(two: Workers) -> None:

@@ -326,6 +326,28 @@ def test_training_goes_on_from_a_state_dict(two: Workers) -> None:
     assert bits(resumed[0]) == bits(resumed[1]) == bits(saved[0][1])
 
 
+def test_a_state_dict_of_a_job_of_another_size_keeps_the_share_of_this_one(two: Workers) -> None:
+    def script(kv: Any) -> Any:
+        model = net()
+        optimizer = kvt.ServerOptimizer(model, kv, "adam", lr=0.01)
+        train(model, optimizer, 2, kv.rank, kv.num_workers)
+        return model.state_dict(), optimizer.state_dict()
+
+    with one_worker() as workers:
+        states = workers.run(script)[0]
+    gc.collect()
+
+    def resume(kv: Any) -> Any:
+        model = net()
+        model.load_state_dict(states[0])
+        optimizer = kvt.ServerOptimizer(model, kv, "adam", lr=0.01)
+        optimizer.load_state_dict(states[1])
+        train(model, optimizer, 1, kv.rank, 2)
+        return kv.optimizer_params()["rescale_grad"]
+
+    assert two.run(resume) == [0.5, 0.5]
+
+
 def test_optimizers_of_kvstore_are_taken_as_they_are(two: Workers) -> None:
     def script(kv: Any) -> Any:
         model = net()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,20 +35,26 @@ class StepExchange:
     ) -> None:
         self.buckets = buckets
         self.passes = BackwardPasses(
-            self.begin, buckets.ready, self.finish, backward_passes_per_step
+            self.begin, buckets.ready, self.finish, backward_passes_per_step, self.add
         )
         self._average = average
         self.is_done = False
         """Whether the gradients are those of all ranks."""
         self.skips = False
 
-    def begin(self) -> None:
+    def add(self) -> None:
+        """Take note of a pass that adds to the gradients: they must be combined again."""
         if self.is_done and not self._average:
             raise UsageError(
                 "the gradients are sums over all ranks already, and a second backward pass would "
                 "add them up again: call step() or zero_grad() of the optimizer first, or pass "
                 "backward_passes_per_step or use no_sync() to gather gradients of several passes"
             )
+        self.is_done = False
+
+    def begin(self) -> None:
+        self.passes.check_ended()
+        self.add()
         self.buckets.begin()
 
     def finish(self) -> None:
@@ -56,8 +62,8 @@ class StepExchange:
         self.is_done = True
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        if not (self.is_done or self.skips or has_closure):  # a closure calls backward
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not (self.is_done or self.skips or closure is not None):  # a closure calls backward
             self.begin()
             self.finish()
 
@@ -105,6 +111,13 @@ class AveragingOptimizer:
         added = self.param_groups[-1]["params"]  # type: ignore[attr-defined]
         self.exchange.buckets.add(added)
         self.exchange.passes.watch(added)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copies and pickles, whose gradients would stay those of one rank."""
+        raise UsageError(
+            f"a {type(self).__name__} can be neither copied nor pickled, since a copy would step "
+            "by the gradients of one rank: save its state_dict(), and load that into another one"
+        )
 
 
 def DistributedOptimizer(  # noqa: N802  (it stands for a class)

@@ -61,8 +61,9 @@ class DenseBucket:
         view = self.views[place]
         if gradient is None:
             view.zero_()
-        elif gradient.data_ptr() != view.data_ptr() or gradient.is_sparse:
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        elif gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
+            own = gradient.detach()  # of create_graph
+            view.copy_(own.to_dense() if own.is_sparse else own)
         self.has[self._index[place]] = gradient is not None
         self.missing.discard(place)
 

@@ -141,6 +141,7 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "numbers of param_groups were changed between backward() and step(), when "
                 f"gradients had left with {self._sent!r}: change them before backward()"
             )
+        self._passes.check_ended()
         self._finish()
         note_step(self.kv, 0)
         return loss
@@ -192,6 +193,7 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             said = self.kv.broadcast_object(str(path) if path.exists() else None)
             if said is not None:
                 self.kv.load_optimizer_states(said)
+                self._numbers = []  # the file has an optimizer, too: those of the groups count
 
     # -- inside --------------------------------------------------------------------------------
 
