@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -203,6 +205,42 @@ def test_sparse_gradients_train_an_embedding(two: OnAll, as_dense: bool) -> None
         return table.weight.reshape(-1).tolist()
 
     assert values(two(run)) == [[-2.0, 0.0, -1.0, -1.0]] * 2
+
+
+def test_two_optimizers_of_one_backward_pass_may_have_the_same_names(two: OnAll) -> None:
+    """As the two networks of a GAN."""
+
+    def run(rank: int) -> Any:
+        nets = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+        made = [
+            hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 1.0), net.named_parameters())
+            for net in nets
+        ]
+        nets[1](nets[0](torch.full((1, 2), rank + 1.0))).sum().backward()
+        for optimizer in made:
+            optimizer.synchronize()
+        return nets[1].bias.grad.tolist()
+
+    assert values(two(run)) == [[1.0, 1.0]] * 2
+
+
+def test_a_later_optimizer_takes_the_place_of_an_earlier_one(two: OnAll) -> None:
+    def run(rank: int) -> Any:
+        net = torch.nn.Linear(2, 1)
+        make = lambda: torch.optim.SGD(net.parameters(), 1.0)  # noqa: E731
+        before = hvd.DistributedOptimizer(make(), net.named_parameters())
+        optimizer = hvd.DistributedOptimizer(make(), net.named_parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(torch.full((1, 2), rank + 1.0)).sum().backward()
+            optimizer.step()
+        exchange = weakref.ref(before._exchange)
+        return net.weight.grad.tolist(), exchange
+
+    for gradient, exchange in values(two(run)):
+        assert gradient == [[1.5, 1.5]]
+        gc.collect()
+        assert exchange() is None
 
 
 def test_gradients_may_be_clipped_between_synchronize_and_step(two: OnAll) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,9 +27,12 @@ from kvstore.frameworks.horovod.compression import Compression
 from kvstore.frameworks.horovod.objects import broadcast_object
 from kvstore.frameworks.horovod.session import ProcessSet, global_process_set
 from kvstore.frameworks.horovod.torch import operations
+from kvstore.frameworks.torch.backward_passes import call_with_gradients
 from pslite.errors import UsageError
 
 _BUCKET_BYTES = 8 << 20
+_numbers = itertools.count()
+"""Of the optimizers of this process: calls of two of them may be under way at the same time."""
 
 
 @dataclass(eq=False)
@@ -66,9 +70,7 @@ class GradientExchange:
         self._bucket_of = {each: bucket for bucket in buckets for each in bucket.parameters}
         self._passes = 1
         self._passes_left: dict[Tensor, int] = {}
-        self._hooks = [
-            each.register_post_accumulate_grad_hook(self._accumulated) for each in self._bucket_of
-        ]
+        call_with_gradients(self._bucket_of, self._accumulated)
 
     def set_passes(self, passes: int) -> None:
         """Set after how many backward passes a gradient is sent."""
@@ -323,7 +325,8 @@ def _buckets(
     parts = [[trained[each] for each in part] for part in _parts(trained, groups)]
     shapes = {name: list(each.shape) for name, each in by_name.items()}
     members = session.current().sets[process_set.process_set_id or 0]
-    first_parts, first_shapes = broadcast_object((parts, shapes), members[0], None, process_set)
+    own = next(_numbers), parts, shapes
+    number, first_parts, first_shapes = broadcast_object(own, members[0], None, process_set)
     if shapes != first_shapes:
         differing = sorted(
             name for name in {*shapes, *first_shapes} if shapes.get(name) != first_shapes.get(name)
@@ -335,7 +338,7 @@ def _buckets(
             "not there, or not trained); make the same model on all ranks"
         )
     return [
-        GradientBucket(f"gradients.{part[0]}", [by_name[name] for name in part])
+        GradientBucket(f"gradients.{number}.{part[0]}", [by_name[name] for name in part])
         for part in first_parts
     ]
 
