@@ -17,49 +17,13 @@ def mpi_threads_supported() -> bool:
     return True
 
 
-def mpi_enabled() -> bool:
-    """Return False: MPI may start the processes, and moves no data."""
+def _no() -> bool:
+    """Return False. MPI may start the processes; tensors on GPUs go through the host's memory."""
     return False
 
 
-def mpi_built() -> bool:
-    """Return False: see ``mpi_enabled``."""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """Return False: Gloo moves no data."""
-    return False
-
-
-def gloo_built() -> bool:
-    """Return False: see ``gloo_enabled``."""
-    return False
-
-
-def nccl_built() -> int:
-    """Return 0: tensors on GPUs go through the host's memory."""
-    return 0
-
-
-def ddl_built() -> bool:
-    """Return False."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return False: see ``nccl_built``."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Return False: see ``nccl_built``."""
-    return False
+mpi_enabled = mpi_built = gloo_enabled = gloo_built = _no
+nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _no
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

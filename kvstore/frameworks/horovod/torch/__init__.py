@@ -12,51 +12,45 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from kvstore.frameworks.horovod.array_api import (
+from kvstore.frameworks.horovod import (
     Adasum,
     Average,
+    Compression,
+    HorovodInternalError,
     Max,
     Min,
+    ProcessSet,
     Product,
     Sum,
+    add_process_set,
     barrier,
-    join,
-    poll,
-    synchronize,
-)
-from kvstore.frameworks.horovod.compression import (
-    Compression,
-)
-from kvstore.frameworks.horovod.questions import (
     ccl_built,
+    cross_rank,
+    cross_size,
     cuda_built,
     ddl_built,
+    global_process_set,
     gloo_built,
     gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_size,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    rocm_built,
-    start_timeline,
-    stop_timeline,
-)
-from kvstore.frameworks.horovod.session import (
-    HorovodInternalError,
-    ProcessSet,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
+    poll,
     rank,
     remove_process_set,
+    rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
+    synchronize,
 )
 from kvstore.frameworks.horovod.torch.batch_norm import (
     SyncBatchNorm,

@@ -166,11 +166,9 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Return the combined tensors of all ranks, by their average unless ``op`` says otherwise."""
-    factors = prescale_factor, postscale_factor
-    found = calls.operation_of(op, average)
-    small, context = compression.compress(tensor)
-    (result,) = AllreduceGradient.apply(found, [name], factors, process_set, small)
-    return compression.decompress(result, context)
+    options = (calls.operation_of(op, average), process_set, prescale_factor, postscale_factor)
+    (found,) = _combined(AllreduceGradient, [tensor], [name], compression, *options)
+    return found
 
 
 def grouped_allreduce(
@@ -184,16 +182,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the combined tensors of all ranks for each of several."""
-    factors = prescale_factor, postscale_factor
-    found = calls.operation_of(op, average)
+    options = (calls.operation_of(op, average), process_set, prescale_factor, postscale_factor)
     names = calls.names_in_group(name, len(tensors))
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    small = [tensor for tensor, _ in pairs]
-    results = AllreduceGradient.apply(found, names, factors, process_set, *small)
-    return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, pairs, strict=True)
-    ]
+    return _combined(AllreduceGradient, tensors, names, compression, *options)
 
 
 def allgather(
@@ -245,8 +236,8 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Return this rank's rows of the combined tensors; their average unless ``op`` says else."""
-    options = (compression, op, process_set, prescale_factor, postscale_factor)
-    (found,) = _reducescatter([tensor], [name], *options)
+    options = (calls.operation_of(op), process_set, prescale_factor, postscale_factor)
+    (found,) = _combined(ReducescatterGradient, [tensor], [name], compression, *options)
     return found
 
 
@@ -260,22 +251,24 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Return this rank's rows for each of several tensors."""
-    options = (compression, op, process_set, prescale_factor, postscale_factor)
-    return _reducescatter(tensors, calls.names_in_group(name, len(tensors)), *options)
+    options = (calls.operation_of(op), process_set, prescale_factor, postscale_factor)
+    names = calls.names_in_group(name, len(tensors))
+    return _combined(ReducescatterGradient, tensors, names, compression, *options)
 
 
-def _reducescatter(
+def _combined(
+    function: Any,
     tensors: Sequence[Tensor],
     names: Sequence[str | None],
     compression: Any,
-    op: ReduceOperation | None,
+    op: ReduceOperation,
     process_set: ProcessSet,
     *factors: float,
 ) -> list[Tensor]:
-    found = calls.operation_of(op)
+    """Apply a function of autograd to compressed tensors."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     small = [tensor for tensor, _ in pairs]
-    results = ReducescatterGradient.apply(found, names, factors, process_set, *small)
+    results = function.apply(op, names, factors, process_set, *small)
     return [
         compression.decompress(result, context)
         for result, (_, context) in zip(results, pairs, strict=True)
