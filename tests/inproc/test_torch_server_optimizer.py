@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -346,6 +348,41 @@ def test_a_state_dict_of_a_job_of_another_size_keeps_the_share_of_this_one(two: 
         return kv.optimizer_params()["rescale_grad"]
 
     assert two.run(resume) == [0.5, 0.5]
+
+
+def test_states_of_another_rank_are_refused_on_all(two: Workers) -> None:
+    def script(kv: Any) -> None:
+        optimizer = kvt.ServerOptimizer(net(), kv, "adam")
+        optimizer.load_state_dict(optimizer.state_dict())  # also before the first step
+        theirs = torch.optim.Adam(net().parameters()).state_dict()
+        with pytest.raises(UsageError, match="of worker 0 has no states of the servers"):
+            optimizer.load_state_dict(theirs)
+        for call in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match="can be neither copied nor pickled"):
+                call(optimizer)
+
+    two.run(script)
+
+
+def test_a_step_after_a_pass_that_raised_an_error_is_refused() -> None:
+    def failing(gradient: Any) -> None:
+        raise ValueError("out of memory")
+
+    def script(kv: Any) -> None:
+        model = net()
+        optimizer = kvt.ServerOptimizer(model, kv, "adam", **SMALL)
+        x, y = batch(0, 0, 1)
+        first = model[0](x)
+        first.register_hook(failing)
+        with pytest.raises(ValueError, match="out of memory"):
+            mse_loss(model[1:](first), y).backward()
+        for call in (optimizer.step, model(x).sum().backward):
+            with pytest.raises(UsageError, match="an earlier backward pass has not ended"):
+                call()
+
+    with one_worker() as workers:
+        workers.run(script)
+    gc.collect()
 
 
 def test_optimizers_of_kvstore_are_taken_as_they_are(two: Workers) -> None:

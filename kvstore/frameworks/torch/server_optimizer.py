@@ -15,7 +15,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -191,9 +191,20 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             if self.kv.rank == 0 and states is not None:
                 states.numpy().tofile(path)
             said = self.kv.broadcast_object(str(path) if path.exists() else None)
-            if said is not None:
-                self.kv.load_optimizer_states(said)
-                self._numbers = []  # the file has an optimizer, too: those of the groups count
+            if said is None:
+                raise UsageError(
+                    "the state_dict of worker 0 has no states of the servers: load there what "
+                    "state_dict() returned on worker 0, which alone reads them"
+                )
+            self.kv.load_optimizer_states(said)
+        self._numbers = []  # the file has an optimizer, too, and those of the groups count
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copies and pickles: a store has one optimizer."""
+        raise UsageError(
+            "a ServerOptimizer can be neither copied nor pickled, since its states are on the "
+            "servers: save its state_dict(), and load that into another one"
+        )
 
     # -- inside --------------------------------------------------------------------------------
 
