@@ -475,6 +475,28 @@ def test_parameters_that_are_added_later_are_averaged_too(two: Workers) -> None:
     assert_close(found[0], found[1])
 
 
+def test_frozen_parameters_are_trained_once_they_are_not(two: Workers) -> None:
+    def steps(model: Any, optimizer: Any, rank: int) -> Any:
+        for layer in (2, 0, 0):  # one after the other
+            train(model, optimizer, 2, rank, 2)
+            model[layer].requires_grad_(True)
+        return train(model, optimizer, 2, rank, 2)
+
+    def frozen() -> Any:
+        model = net()
+        model[:3].requires_grad_(False)
+        return model
+
+    def script(kv: Any) -> Any:
+        model = frozen()
+        return steps(model, wrapped(kv, model), kv.rank)
+
+    alone = frozen()
+    found = two.run(script)
+    assert bits(found[0]) == bits(found[1])
+    assert_close(found[0], steps(alone, SGD(alone.parameters()), -1))
+
+
 def test_ranks_with_other_parameters_are_told_so_on_all(two: Workers) -> None:
     def script(kv: Any) -> Any:
         model = torch.nn.Linear(2 + kv.rank, 1)

@@ -12,9 +12,16 @@ BUGS = [
     Bug(
         "gradients leave in the first of several passes",
         f"{_FOLDER}/backward_passes.py",
-        "if not self._only_adds and self._count + 1 >= self._per_exchange:",
-        "if not self._only_adds:",
+        "if self._only_adds or self._count + 1 < self._per_exchange:",
+        "if self._only_adds:",
         f"{_ON_SERVERS}::test_gradients_of_several_passes_are_added_up",
+    ),
+    Bug(
+        "gradients that are added to an average stay those of one rank",
+        f"{_FOLDER}/distributed_optimizer.py",
+        "        self.is_done = False\n\n    def begin",
+        "\n    def begin",
+        f"{_DISTRIBUTED}::test_gradients_that_are_added_to_those_of_all_ranks_are_combined_again",
     ),
     Bug(
         "a gradient that a rank lacks is what the bucket had before",

@@ -6,8 +6,8 @@ them: 1 where this rank has the gradient. Their sum says which gradients no rank
 gradients travel alone, row by row. After the exchange ``parameter.grad`` is a part of a bucket.
 
 Which gradients are sparse is known once there are some, so the ranks settle the buckets in the
-first exchange. Runs on the threads of ``backward``; the thread that calls ``finish`` waits. Read
-next: ``distributed_optimizer.py``.
+first exchange, and anew where parameters came or are trained that were frozen. Runs on the threads
+of ``backward``; the thread that calls ``finish`` waits. Read next: ``distributed_optimizer.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from kvstore.frameworks.torch.tensors import (
 )
 from kvstore.stores.dist.store import DistKVStore, create_dist
 from pslite import Communicator, Future
-from pslite.errors import UsageError
 from pslite.future import gather
 
 Compression = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -133,6 +132,8 @@ class GradientBuckets:
         self._parameters: list[torch.Tensor] = []
         self._units: list[DenseBucket | SparseGradient] | None = None
         self._unit_of: dict[int, Any] = {}
+        self._frozen: list[torch.Tensor] = []
+        """Parameters that were so on all ranks when they settled the buckets."""
         self._elsewhere: list[tuple[int, torch.Tensor]] = []
         """Gradients that lie on a device, with their places in the buckets."""
         self._num_sent = 0
@@ -146,7 +147,9 @@ class GradientBuckets:
         self._units = None
 
     def begin(self) -> None:
-        """Begin an exchange."""
+        """Begin an exchange; parameters that are no longer frozen need new buckets."""
+        if self._units is not None and any(each.requires_grad for each in self._frozen):
+            self._units = None
         self._num_sent = 0
         self._under_way = []
         for unit in self._units or ():
@@ -209,6 +212,7 @@ class GradientBuckets:
                 open_buckets[parameter.dtype] = filled + nbytes, [*places, place]
         for _, places in open_buckets.values():
             self._units.append(DenseBucket(self._kv, places, self._parameters))
+        self._frozen = [self._parameters[place] for place in np.flatnonzero(kinds == _FROZEN)]
         self._unit_of = {place: unit for unit in self._units for place in unit.places}
         dense = [unit for unit in self._units if isinstance(unit, DenseBucket)]
         self._elsewhere = [
@@ -226,12 +230,7 @@ class GradientBuckets:
         self.begin()
 
     def _take(self, place: int) -> None:
-        unit = self._unit_of.get(place)
-        if unit is None:
-            raise UsageError(
-                f"parameter {place} of the optimizer was frozen on all ranks at the first "
-                "exchange of gradients and has one now; make a new DistributedOptimizer"
-            )
+        unit = self._unit_of[place]
         parameter = self._parameters[place]
         unit.take(place, parameter.grad)
         if isinstance(unit, DenseBucket) and parameter.device.type == "cpu":
