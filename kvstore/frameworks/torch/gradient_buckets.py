@@ -92,14 +92,14 @@ class SparseGradient:
             self.own = self._none
         else:
             rows = gradient if gradient.is_sparse else gradient.to_sparse(sparse_dim=1)
-            self.own = rows.detach().coalesce()
+            self.own = rows.detach().cpu().coalesce()
         self.missing.discard(place)
 
     def total(self, rows: Sequence[Array], values: Sequence[Array]) -> torch.Tensor | None:
         """Return the sum of all ranks' rows; None where there are none."""
         if not any(map(len, rows)):
             return None
-        return sparse_sum(rows, values, self._parameter)
+        return sparse_sum(rows, values, self._parameter).to(self._parameter.device)
 
 
 class GradientBuckets:
