@@ -14,9 +14,11 @@ from typing import Any
 import torch.distributed as dist
 
 from kvstore.errors import ArgumentTypeError, ArgumentValueError
+from kvstore.frameworks.torch import rendezvous
 from kvstore.frameworks.torch.cluster import join
 from kvstore.frameworks.torch.process_group import ProcessGroupKVStore
 from kvstore.kvstore import STORE_TYPES
+from kvstore.launch.ranks import rank_of_process
 from kvstore.stores.dist.node import worker_node
 from kvstore.stores.dist.store import DistKVStore, create_dist
 from pslite import Config, Postoffice
@@ -35,8 +37,8 @@ def init(kind: str = "dist_sync") -> DistKVStore:
     """Return a new distributed store of the ranks of this job; all ranks call it.
 
     ``kind`` is the name of a ``dist`` store. It works under ``kvstore-launch``, within any process
-    group of ``torch.distributed``, and for ranks with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT``, as torchrun sets them. Every call gives another store, on the same node.
+    group of ``torch.distributed``, and for ranks that torchrun, mpiexec or srun has started. Every
+    call gives another store, on the same node.
 
     Raises:
         ArgumentValueError: ``kind`` is not a distributed store.
@@ -76,7 +78,7 @@ def _node_of_ranks() -> Postoffice:
     with _lock:
         if _own is None or _own[0] != os.getpid():
             store, rank, size = _meeting_place()
-            found = join(dist.PrefixStore(_PREFIX, store), rank, size)
+            found = join(store, rank, size)
             _own = os.getpid(), found.node, store
         return _own[1]
 
@@ -84,13 +86,12 @@ def _node_of_ranks() -> Postoffice:
 def _meeting_place() -> tuple[Any, int, int]:
     """Return a store that all ranks share, this rank, and how many there are."""
     if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
         return store, dist.get_rank(), dist.get_world_size()
-    try:
-        store, rank, size = next(dist.rendezvous("env://"))
-    except ValueError as error:
+    place = rank_of_process()
+    if place.size == 1 and "RANK" not in place.environ:
         raise ConfigError(
-            "this process is not a rank of a PyTorch job: start it by kvstore-launch or torchrun, "
-            f"or call torch.distributed.init_process_group first ({error})"
-        ) from error
-    return store, rank, size
+            "this process is not a rank of a PyTorch job: start it by kvstore-launch, torchrun, "
+            "mpiexec or srun, or call torch.distributed.init_process_group first"
+        )
+    return rendezvous.store_of(place, _PREFIX), place.rank, place.size
