@@ -65,8 +65,8 @@ BUGS = [
     Bug(
         "an average over machines divides by the workers of each",
         "pslite/collective/machines_route.py",
-        "reducing(call, self._size)",
-        "reducing(call)",
+        "reducing(added, self._size)",
+        "reducing(added)",
         f"{_MACHINES}::test_operations",
     ),
     Bug(
