@@ -226,7 +226,7 @@ def _begin() -> HorovodSession:
 def _cluster_of(place: RankOfProcess) -> GroupCluster:
     try:
         from kvstore.frameworks.torch.cluster import join
-        from kvstore.frameworks.torch.rendezvous import store_of
+        from kvstore.frameworks.torch.rendezvous import meeting_store
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -234,7 +234,7 @@ def _cluster_of(place: RankOfProcess) -> GroupCluster:
             "ranks that kvstore-launch has not started meet in a store of PyTorch, and PyTorch is "
             "not installed: start them by kvstore-launch, or pip install torch"
         ) from None
-    store = store_of(place, f"kvstore.horovod/{_num_sessions}")
+    store = meeting_store(place, f"kvstore.horovod/{_num_sessions}")
     return join(store, place.rank, place.size)
 
 

@@ -16,7 +16,7 @@ from pslite.errors import ConfigError
 _opened: dict[tuple[int, int], Any] = {}
 
 
-def store_of(place: RankOfProcess, prefix: str) -> Any:
+def meeting_store(place: RankOfProcess, prefix: str) -> Any:
     """Return torch's store of these ranks, with keys that begin with ``prefix``.
 
     Raises:

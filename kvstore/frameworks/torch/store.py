@@ -94,4 +94,4 @@ def _meeting_place() -> tuple[Any, int, int]:
             "this process is not a rank of a PyTorch job: start it by kvstore-launch, torchrun, "
             "mpiexec or srun, or call torch.distributed.init_process_group first"
         )
-    return rendezvous.store_of(place, _PREFIX), place.rank, place.size
+    return rendezvous.meeting_store(place, _PREFIX), place.rank, place.size

@@ -34,8 +34,8 @@ def test_numbers_that_contradict_each_other_are_named(rank: str, size: str) -> N
 
 def test_ranks_that_cannot_meet_are_told_what_to_set() -> None:
     pytest.importorskip("torch")
-    from kvstore.frameworks.torch.rendezvous import store_of
+    from kvstore.frameworks.torch.rendezvous import meeting_store
 
     place = rank_of_process({"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "h"})
     with pytest.raises(ConfigError, match=r"rank 7 of 9 does not know .* set MASTER_PORT in all"):
-        store_of(place, "x")
+        meeting_store(place, "x")
