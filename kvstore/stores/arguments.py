@@ -1,11 +1,11 @@
 """Check the keys and values of calls, and pair them.
 
-``group_values`` and ``KeyTable`` take one key or many, one array or one for each device. What
-calls pass again and again is recognised at a glance (``KeyTable.usual`` and ``KeyList.fit``);
-everything else goes through the checks, which raise the errors. Pure: no I/O, no threads, and
-no array is read or changed. A check that raises has changed nothing. The rules of keys and
-lists are those of MXNet (``python/mxnet/kvstore/base.py``), except that ``bool`` is not a key,
-NumPy integers are, and shapes and dtypes are checked at the call. Read next: ``base.py``.
+``group_values`` and ``KeyTable`` take one key or many, one array or one for each device.
+``KeyTable.usual`` and ``KeyList.fit`` quickly recognise the usual arguments of a training loop;
+all others go through the checks, which raise the errors. Pure: no I/O, no threads, and no array is
+read or changed. A check that raises has changed nothing. The rules of keys and lists are those of
+MXNet (``python/mxnet/kvstore/base.py``), except that ``bool`` is not a key, NumPy integers are, and
+shapes and dtypes are checked at the call. Read next: ``base.py``.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ ROWS_REFUSED = (
     "value.to_dense(), and pull whole keys"
 )
 
-#: Results are kept for lists of this many keys altogether.
+#: The cached lists have at most this many keys in total.
 _MOST_KEPT_KEYS = 100_000
 
 
 def spec_of(array: Array) -> KeySpec:
-    """Return the spec of an array: a ``RowSparseArray``, or one with an adapter.
+    """Return the shape and dtype of an array of any supported library.
 
     Raises ``ArgumentTypeError`` for a dtype that cannot be stored.
     """
@@ -68,7 +68,7 @@ def spec_of(array: Array) -> KeySpec:
 
 
 def normalise_keys(key: object) -> tuple[list[Key], bool]:
-    """Return the keys of a call in its order, and whether it named a single one.
+    """Return the keys of a call in order, and whether it was a single key, not a list.
 
     NumPy integers become ``int``. Raises ``KeyTypeError``.
     """
@@ -82,12 +82,15 @@ def normalise_keys(key: object) -> tuple[list[Key], bool]:
 
 
 def single_key(key: object) -> Key:
-    """Return the key of a call that takes exactly one. Raises ``KeyTypeError``."""
+    """Check the key of a call that takes exactly one, and return it.
+
+    Raises ``KeyTypeError``.
+    """
     return _checked_key(key)
 
 
 def checked_timeout(timeout: object) -> float | None:
-    """Return a limit as users give it: seconds, or None for that of PS_STALL_TIMEOUT.
+    """Check a time limit: seconds, or None for the default (PS_STALL_TIMEOUT).
 
     Raises ``ArgumentTypeError`` and ``ArgumentValueError``.
     """
@@ -101,7 +104,7 @@ def checked_timeout(timeout: object) -> float | None:
 
 
 def futures_in(what: Any) -> list[Future[Any]] | None:
-    """Return the futures that ``wait`` was given; None for keys or nothing."""
+    """Return the futures in an argument of ``wait`` as a list; None for keys or None."""
     if isinstance(what, Future):
         return [what]
     if isinstance(what, list | tuple) and what and all(isinstance(f, Future) for f in what):
@@ -120,9 +123,9 @@ def check_priority(priority: object) -> None:
 def group_values(key: object, value: object, *, takes_rows: bool = False) -> dict[Key, list[Array]]:
     """Return each key's arrays: keys by first appearance, arrays in order.
 
-    Row-sparse values of any library stay what they are with ``takes_rows``; else they raise
-    ``NotSupportedError``. Raises ``KeyTypeError``, ``ArgumentTypeError`` (no array, or a dtype
-    that cannot be stored) and ``ValueMismatchError`` (as many keys as values are needed).
+    With ``takes_rows``, row-sparse values of any library are accepted and not converted; otherwise
+    they raise ``NotSupportedError``. Raises ``KeyTypeError``, ``ArgumentTypeError`` (not an array,
+    or a dtype that cannot be stored) and ``ValueMismatchError`` (more or fewer values than keys).
     """
     keys, single = normalise_keys(key)
     values = [value] if single else value
@@ -161,18 +164,18 @@ class KeyList:
     ) -> None:
         self.keys = keys
         self.has_rows = has_rows
-        """Whether any of them is row-sparse."""
+        """Whether any key is row-sparse."""
         self.specs = specs
         self.nbytes = sum(spec.nbytes for spec in specs)
-        # With NumPy's own objects for its dtypes: two of the same are equal at a glance.
+        # With NumPy's own dtype objects, which compare fastest.
         self._looks = [(spec.shape, np.dtype(spec.dtype.type), True) for spec in specs]
 
     def fit(self, arrays: Sequence[object], *, are_written: bool) -> bool:
         """Return whether these are usual: one plain contiguous array for each key.
 
-        Plain: of NumPy's own class, with the key's very shape and dtype; and aligned and
-        writable, where values are to be written. No is not an error: then the checks decide. Two
-        passes over the whole list, which run in C, cost a twentieth of these checks.
+        A plain array is of NumPy's own class and has exactly the key's shape and dtype; with
+        ``are_written`` it must also be aligned and writable. False is not an error: then the full
+        checks decide. Two passes over the list, which run in C, cost a twentieth of those checks.
         """
         look = _look_to_write if are_written else _look_to_read
         return (
@@ -182,15 +185,15 @@ class KeyList:
         )
 
     def fits_first(self, array: object, *, are_written: bool) -> bool:
-        """Return ``fit`` for the array of the first key alone."""
+        """Return whether ``array`` is a plain array for the first key; see ``fit``."""
         look = _look_to_write if are_written else _look_to_read
         return type(array) is np.ndarray and look(array) == self._looks[0]
 
 
 class ByKeys(Generic[K, T]):
-    """A cache of results by list of keys, cleared when a key changes.
+    """A cache with one result for each list of keys, cleared when a key changes.
 
-    Any thread may ask. Bounded, since a script may shuffle its keys.
+    Any thread may use it. It is bounded, since a script may shuffle its keys.
     """
 
     def __init__(self, work_out: Callable[[tuple[K, ...]], T]) -> None:
@@ -204,7 +207,7 @@ class ByKeys(Generic[K, T]):
 
     def of(self, keys: tuple[K, ...]) -> T:
         """Return the result for these keys, computed if it is not known yet."""
-        kept = self._kept  # before anything is looked at, see ``forget``
+        kept = self._kept  # read first: see ``forget``
         found = kept.get(keys)
         if found is None:
             found = self._work_out(keys)
@@ -216,8 +219,8 @@ class ByKeys(Generic[K, T]):
         return found
 
     def forget(self) -> None:
-        """Forget a key that has changed or was deleted."""
-        # Another one: a thread that works something out at this moment fills the one before.
+        """Drop all results: a key has changed or was deleted."""
+        # A new dict: a thread that is computing a result now puts it into the old one.
         self._kept = {}
         self._num_keys = 0
 
@@ -225,8 +228,8 @@ class ByKeys(Generic[K, T]):
 class KeyTable:
     """The keys of a store with shapes and dtypes, and the checks of calls.
 
-    The ``check_`` methods change nothing; ``add`` does and expects what ``check_init``
-    returned. Calls that only look may come from any thread.
+    The ``check_`` methods change nothing; ``add`` records the keys that ``check_init`` returned.
+    Calls that change nothing may come from any thread.
     """
 
     def __init__(self) -> None:
@@ -245,7 +248,7 @@ class KeyTable:
         return len(self._specs)
 
     def keys(self) -> list[Key]:
-        """Return all keys in order of ``init``."""
+        """Return all keys, in the order of their ``init``."""
         return list(self._specs)
 
     def spec(self, key: Key) -> KeySpec:
@@ -257,19 +260,19 @@ class KeyTable:
         return found
 
     def is_row_sparse(self, key: Key) -> bool:
-        """Return whether a key was added as a row-sparse one."""
+        """Return whether a key is row-sparse."""
         return key in self._row_sparse
 
     def listed(self, keys: tuple[Key, ...]) -> KeyList:
-        """Return the ``KeyList`` of different keys. Raises as ``spec`` does."""
+        """Return the ``KeyList`` of these keys, all different. Raises as ``spec`` does."""
         return self._lists.of(keys)
 
     def usual(self, key: object) -> KeyList | None:
-        """Return the keys of a call if they are dense, each once, plain str or int.
+        """Return a call's keys if they are dense, all different, and plain str or int.
 
-        None otherwise: then the slower checks accept or refuse them.
+        Otherwise return None; then the slower checks accept or refuse them.
         """
-        # Kinds are looked at since True and 1.0 would be found in place of 1.
+        # Types are checked, since True and 1.0 are equal to 1 in a dict.
         kind = type(key)
         if kind is str or kind is int:
             keys: tuple[Any, ...] = (key,)
@@ -289,7 +292,7 @@ class KeyTable:
         return None if found is None or found.has_rows else found
 
     def check_init(self, key: object, value: object) -> dict[Key, Array]:
-        """Return the one array of each new key."""
+        """Check the arguments of ``init``; return the array of each new key."""
         keys, _ = normalise_keys(key)
         groups = self._grouped(key, value)
         for item, arrays in groups.items():
@@ -307,7 +310,10 @@ class KeyTable:
         return {item: arrays[0] for item, arrays in groups.items()}
 
     def check_push(self, key: object, value: object) -> dict[Key, list[Array]]:
-        """Return the arrays of each key; all have exactly its shape and dtype."""
+        """Check the arguments of ``push``; return the arrays of each key.
+
+        Each array must have exactly the key's shape and dtype.
+        """
         groups = self._grouped(key, value)
         for item, arrays in groups.items():
             spec = self.spec(item)
@@ -321,7 +327,10 @@ class KeyTable:
         return groups
 
     def check_out(self, key: object, out: object) -> dict[Key, list[Array]]:
-        """Return the arrays to fill for each key; all have its shape and can be written."""
+        """Check the arrays that a call fills; return those of each key.
+
+        Each array must have the key's shape, be writable, and take its dtype (``check_cast``).
+        """
         groups = group_values(key, out, takes_rows=True)
         for item, arrays in groups.items():
             check_outs(item, self.spec(item), arrays)
@@ -330,7 +339,7 @@ class KeyTable:
     def check_broadcast(
         self, key: object, value: object, out: object
     ) -> tuple[dict[Key, Array], dict[Key, list[Array]]]:
-        """Return the one array of each new key, and the arrays to fill."""
+        """Check the arguments of ``broadcast``; return each new key's array and its outs."""
         values = self.check_init(key, value)
         filled = group_values(key, out, takes_rows=True)
         for item, arrays in filled.items():
@@ -338,7 +347,7 @@ class KeyTable:
         return values, filled
 
     def add(self, specs: Mapping[Key, KeySpec], row_sparse: Iterable[Key] = ()) -> None:
-        """Record new keys, and which of them are row-sparse."""
+        """Add new keys; ``row_sparse`` lists the row-sparse ones."""
         self._row_sparse.update(row_sparse)
         self._specs.update(specs)
 
@@ -350,7 +359,7 @@ class KeyTable:
         self._lists.forget()
 
     def _grouped(self, key: object, value: object) -> dict[Key, list[Array]]:
-        """Return the arrays of given values; row-sparse ones are converted."""
+        """Return each key's arrays; row-sparse values are converted to ``RowSparseArray``."""
         groups = group_values(key, value, takes_rows=True)
         return {
             item: [row_sparse(array) if is_row_sparse(array) else array for array in arrays]
@@ -358,7 +367,7 @@ class KeyTable:
         }
 
     def _unknown(self, key: Key) -> str:
-        # Another thread may add keys meanwhile.
+        # A copy, since another thread may add keys meanwhile.
         near = nearest(key, list(self._specs))
         if near is None:
             return f"key {key!r} is not in the store; call init({key!r}, value) first"
@@ -377,7 +386,10 @@ class KeyTable:
 
 
 def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:
-    """Raise ``ValueMismatchError`` unless ``spec`` fits into all ``outs``."""
+    """Check that a value of ``spec`` can be copied into each array of ``outs``.
+
+    Raises ``ArgumentTypeError`` and ``ValueMismatchError``.
+    """
     for out in outs:
         if is_row_sparse(out) and not isinstance(out, RowSparseArray):
             raise ArgumentTypeError(

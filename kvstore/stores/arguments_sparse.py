@@ -1,7 +1,7 @@
-"""Check the arguments of calls about rows.
+"""Check the arguments of row-sparse calls, and convert values to rows.
 
-``row_sparse_pull`` of every store is checked here, and what a value of any kind contributes is
-worked out here. Nothing is sent, and no store is changed; arrays are the caller's. Read next:
+Every store checks ``row_sparse_pull`` here, and converts pushed values of any kind to rows with
+ids. Nothing is sent, and no store is changed; arrays belong to the caller. Read next:
 ``stores/local/sparse.py`` and ``stores/dist/sparse.py``, which use it.
 """
 
@@ -35,16 +35,16 @@ IGNORED = (
 
 
 class Wanted(NamedTuple):
-    """The rows of a key that a call requests."""
+    """The rows of one key that a call requests for one array."""
 
     key: Key
     spec: KeySpec
     out: Array | None
-    """A ``RowSparseArray``, or an array of any library; None for a new ``RowSparseArray``."""
+    """The array to fill, of any library; None to return a new ``RowSparseArray``."""
     shape: tuple[int, ...]
     """The shape of the ids as the caller gave them."""
     ids: Ids
-    """As the caller gave them, flat."""
+    """The ids in the caller's order, flat."""
     unique: Ids
 
     @property
@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
 
 
 def plain_rows(out: Array, spec: KeySpec) -> RowValues | None:
-    """Return NumPy's array by rows, if rows can be copied right into it."""
+    """Return ``out`` as 2-D rows if NumPy can copy rows directly into it, or None."""
     is_plain = type(out) is np.ndarray and out.dtype == spec.dtype and out.flags.carray
     return out.reshape(-1, width_of(spec.shape)) if is_plain and out.size else None
 
@@ -65,7 +65,7 @@ def flat_rows(values: RowValues) -> RowValues:
 
 
 def contribution_of(value: Array) -> Contribution:
-    """Return a caller's array as rows on the host, dense ones with all their rows."""
+    """Return a caller's array as rows on the host; a dense array gives all its rows."""
     if isinstance(value, RowSparseArray):
         unique = value.unique()
         rows = unique.values.reshape(len(unique.ids), width_of(value.shape))
@@ -75,22 +75,22 @@ def contribution_of(value: Array) -> Contribution:
 
 
 def row_sparse_of(ids: Ids, rows: RowValues, spec: KeySpec) -> RowSparseArray:
-    """Return rows of a key in the form that callers get, in its dtype."""
+    """Return rows of a key as a ``RowSparseArray`` in the key's dtype."""
     with np.errstate(all="ignore"):
         values = rows.astype(spec.dtype, copy=False)
     return RowSparseArray(ids, values.reshape(len(ids), *spec.shape[1:]), spec.shape)
 
 
 class SparseOuts:
-    """The ``RowSparseArray`` objects among the arrays that a ``pull`` fills."""
+    """Skips the ``RowSparseArray`` objects among the arrays that a ``pull`` fills."""
 
     def __init__(self) -> None:
         self._warned: set[Key] = set()
 
     def ignored(self, groups: Mapping[Key, Sequence[Array]], level: int) -> dict[Key, list[Array]]:
-        """Return the other arrays; warn once for each key.
+        """Return the arrays that are not ``RowSparseArray``; warn once for each key.
 
-        ``level`` is for the ``stacklevel``.
+        ``level`` is the ``stacklevel`` of the warning.
         """
         kept: dict[Key, list[Array]] = {}
         for key, arrays in groups.items():
@@ -116,10 +116,10 @@ def check_dense_outs(groups: Mapping[Key, Sequence[Array]]) -> None:
 def check_wanted(
     spec_of: Callable[[Key], KeySpec], key: object, out: Any, row_ids: Any
 ) -> tuple[list[Wanted], bool]:
-    """Return the requests of ``row_sparse_pull``, and whether it is a single one.
+    """Check ``row_sparse_pull``; return its requests, and whether it is a single one.
 
-    ``spec_of`` raises for keys that are not there. Raises what ``KVStore.row_sparse_pull`` says;
-    nothing is read or changed.
+    ``spec_of`` raises for unknown keys. Raises the errors of ``KVStore.row_sparse_pull``; nothing
+    is read or changed.
     """
     keys, is_single = normalise_keys(key)
     if row_ids is None:
@@ -135,7 +135,7 @@ def check_wanted(
 
 
 def _wanted_of(key: Key, spec: KeySpec, out: Any, row_ids: Any) -> list[Wanted]:
-    """Return the arrays and the ids that are requested of one key, as lists."""
+    """Check the arrays and ids for one key; return a request for each array."""
     if not spec.shape:
         raise ValueMismatchError(f"key {key!r} is a scalar and has no rows; use pull")
     has_sets = isinstance(row_ids, _LISTS) and not _is_of_ints(row_ids)

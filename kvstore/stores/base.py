@@ -52,7 +52,7 @@ class KeyInfo(NamedTuple):
     dtype: np.dtype[Any]
     nbytes: int
     num_parts: int
-    """Number of parts in which the value travels and is updated; 1 for stores in one process."""
+    """The number of parts in which the value is sent and updated; 1 for stores in one process."""
     generation: int
     """1 after the first ``init``; each later ``init`` after ``delete`` adds 1.
 
@@ -68,8 +68,8 @@ class Version(int):
 
     It counts rounds in a synchronous store.
 
-    ``parts`` has the number of each part of the key. The parts are read one by one, so with
-    ``dist_async`` the numbers of the parts can differ; the version itself is the smallest of them.
+    ``parts`` has the version of each part of the key. The parts are read one by one, so with
+    ``dist_async`` their versions can differ; the key's version is the smallest of them.
     """
 
     parts: tuple[int, ...]
@@ -85,7 +85,7 @@ class Version(int):
 
 
 MXNetError = PSError
-"""MXNet's name, for scripts that catch it: the base of all errors of this project."""
+"""MXNet's name for the base class of all errors of this project."""
 
 
 class KVStore(KVStoreBase, abc.ABC):
@@ -110,8 +110,8 @@ class KVStore(KVStoreBase, abc.ABC):
     """
 
     _table: KeyTable
-    """The keys, and below it whether ``close`` was called: for ``repr``, which takes no lock, so
-    that it can be printed from anywhere, and raises no error of an earlier call."""
+    """The keys; the next attribute says whether ``close`` was called. ``repr`` reads both without a
+    lock, so that it works anywhere and never raises an error of an earlier call."""
 
     _is_closed: bool
 
@@ -237,10 +237,10 @@ class KVStore(KVStoreBase, abc.ABC):
     def wait(self, what: Any = None, timeout: float | None = None) -> Any:
         """Wait for futures, for calls of some keys, or for all calls in flight.
 
-        ``what`` is a future or a list of them (returns their values), a key or a list of keys
-        (returns None), or None for all calls that this store has in flight. Raises the first
-        error. After ``timeout`` seconds (by default PS_STALL_TIMEOUT) raises ``DeadlineError``,
-        which names the missing answers; the calls stay in flight.
+        ``what`` is a future or a list of futures (the call returns their values), a key or a list
+        of keys (it returns None), or None for all calls that this store has in flight. Raises the
+        first error. After ``timeout`` seconds (by default PS_STALL_TIMEOUT) it raises
+        ``DeadlineError``, which names the missing answers; the calls stay in flight.
         """
 
     # -- keys --------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
-        """Write optimizer states and counts; the optimizer if ``dump_optimizer``.
+        """Write optimizer states and counts; with ``dump_optimizer`` also the optimizer.
 
         A symbolic link is followed. With several workers the lowest rank writes; the others return
         at once. Raises ``OptimizerNotSet``, ``CheckpointError`` if ``fname`` cannot be written or
@@ -327,14 +327,14 @@ class KVStore(KVStoreBase, abc.ABC):
     def num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:
         """Return the number of lost nodes; 0 for stores in one process.
 
-        ``node_id`` is a node, or a sum of groups: 1 scheduler, 2 servers, 4 workers. Nodes that
-        ended properly do not count. ``timeout`` has no effect: losses are detected when they
-        happen. Source: ``MXKVStoreGetNumDeadNode`` of MXNet's C API.
+        ``node_id`` is a node id, or a sum of groups: 1 for the scheduler, 2 for servers, 4 for
+        workers. Nodes that ended properly are not lost. ``timeout`` has no effect: losses are
+        detected when they happen. Source: ``MXKVStoreGetNumDeadNode`` of MXNet's C API.
         """
         return 0
 
     def send_command_to_servers(self, head: int, body: str = "") -> list[str]:
-        """Have each server run the command ``head``; returns their answers in rank order.
+        """Have each server run the command ``head``; return their answers in rank order.
 
         Commands are functions that the servers' own modules register
         (``kvstore.register_command``). Stores in one process have no servers: an empty list.
@@ -347,7 +347,7 @@ class KVStore(KVStoreBase, abc.ABC):
     def set_barrier_before_exit(self, barrier_before_exit: bool = True) -> None:
         """Do nothing: servers always run until all workers have left.
 
-        MXNet has this call.
+        The method exists because MXNet has it.
         """
 
     @abc.abstractmethod
@@ -380,7 +380,7 @@ class KVStore(KVStoreBase, abc.ABC):
         return self._memory(math.prod(sizes) * kind.itemsize).view(kind).reshape(sizes)
 
     def _memory(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """Flat memory for ``empty``."""
+        """Return flat memory for ``empty``."""
         return np.empty(nbytes, np.uint8)
 
     def zeros(
@@ -396,10 +396,11 @@ class KVStore(KVStoreBase, abc.ABC):
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the samples of this worker in ``epoch``: int64 indices, shape (n,).
 
-        All workers shuffle equally, by ``seed`` and ``epoch`` (None: no shuffle), and take samples
-        in turn. The shards together have all samples. With ``even`` all shards have the same
-        length, as synchronous training needs: the last ones repeat samples from the start of the
-        order. Otherwise shards are disjoint and their lengths differ by at most one.
+        All workers compute the same order from ``seed`` and ``epoch`` (``seed`` None: no shuffle)
+        and take samples from it in turn. Together the shards have all samples. With ``even`` all
+        shards have the same length, as synchronous training needs: the last shards repeat samples
+        from the start of the order. Otherwise the shards are disjoint, and their lengths differ by
+        at most one.
         """
         from kvstore.stores.samples import deal_out
 
@@ -415,19 +416,19 @@ class KVStore(KVStoreBase, abc.ABC):
         return True
 
     def get_num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:
-        """Return ``num_dead_node``: this is another name of it."""
+        """Return ``num_dead_node``; this is MXNet's name for it."""
         return self.num_dead_node(node_id, timeout)
 
     def _barrier(self) -> None:
-        """MXNet's name of ``barrier``, which scripts use."""
+        """Call ``barrier``; this is MXNet's name, which scripts use."""
         self.barrier()
 
     def _set_updater(self, updater: UpdateFunction) -> None:
-        """MXNet's name of ``set_updater``."""
+        """Call ``set_updater``; this is MXNet's name."""
         self.set_updater(updater)
 
     def _send_command_to_servers(self, head: int, body: str) -> list[str]:
-        """MXNet's name of ``send_command_to_servers``."""
+        """Call ``send_command_to_servers``; this is MXNet's name."""
         return self.send_command_to_servers(head, body)
 
     def __repr__(self) -> str:
@@ -451,7 +452,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
 
 def _shown(read: Callable[[], object]) -> str:
-    """Return what ``read`` returns, or a question mark if it raises.
+    """Return the result of ``read`` as text, or a question mark if it raises.
 
     A ``repr`` that raises would hide the error whose text includes it.
     """

@@ -1,4 +1,4 @@
-"""``mx.nd.NDArray`` in stores, without importing it before it is used.
+"""Support ``mx.nd.NDArray`` in stores, without importing it before it is used.
 
 ``arrays/pending.py`` and ``mxnet/nd/ndarray.py`` say how such arrays wait for values that come
 later.
@@ -20,12 +20,12 @@ _uses = attrgetter("_uses")
 
 
 def _module() -> Any:
-    """Return ``kvstore.ndarray`` if it was imported, or None."""
+    """Return the module of ``NDArray`` if it was imported, or None."""
     return sys.modules.get("kvstore.mxnet.nd.ndarray")
 
 
 def lazy_arrays(groups: Mapping[Any, Sequence[Array]]) -> list[Array] | None:
-    """Return all arrays to fill if each of them is lazy, or None; None for none."""
+    """Return all arrays to fill if each is an NDArray; otherwise, or if empty, None."""
     module = _module()
     if module is None:
         return None
@@ -36,13 +36,16 @@ def lazy_arrays(groups: Mapping[Any, Sequence[Array]]) -> list[Array] | None:
 
 
 def wrapped_one(value: object) -> Array | None:
-    """Return ``wrapped`` for a single value."""
+    """Return the array inside an NDArray, or None for any other value."""
     module = sys.modules.get("kvstore.mxnet.nd.ndarray")
     return value._array if module is not None and type(value) is module.NDArray else None  # type: ignore[attr-defined]
 
 
 def wrapped(values: Sequence[object]) -> list[Array] | None:
-    """Return the wrapped arrays, if all of these are lazy; values may be pending."""
+    """Return the arrays inside these NDArrays; None if any value is something else.
+
+    Their values may still be pending.
+    """
     module = _module()
     if module is None or not values or type(values[0]) is not module.NDArray:
         return None
@@ -52,22 +55,22 @@ def wrapped(values: Sequence[object]) -> list[Array] | None:
 
 
 def wait_to_read(arrays: Iterable[Array]) -> None:
-    """Return when nothing is being written to these lazy arrays any more."""
+    """Wait until no call writes to these lazy arrays any more."""
     for array in arrays:
         array._memory()
 
 
 def wait_to_write(arrays: Iterable[Array]) -> None:
-    """Return when no call of a store works in these lazy arrays any more."""
+    """Wait until no call reads or writes these lazy arrays any more."""
     for array in arrays:
         array._memory_to_write()
 
 
 def unwrapped(arrays: Iterable[Array]) -> list[Array]:
-    """Return the arrays inside lazy ones, once writable; others unchanged.
+    """Return the arrays inside lazy ones, once they can be written; others unchanged.
 
-    Work that continues when a call has returned must use these: the I/O thread, which would
-    bring what a lazy array waits for, must not wait for it.
+    Work that continues after a call has returned must use these: the I/O thread delivers the
+    values that a lazy array waits for, so it must never wait for one.
     """
     module = _module()
     if module is None:
@@ -80,5 +83,5 @@ def unwrapped(arrays: Iterable[Array]) -> list[Array]:
 def begin_writing(
     future: Future[Any], arrays: Sequence[Array], wait: Callable[[Future[Any]], Any]
 ) -> None:
-    """Make accesses to these lazy arrays wait for ``future``."""
+    """Make every access to these lazy arrays wait for ``future``."""
     begin(future, map(_uses, arrays), (), wait)

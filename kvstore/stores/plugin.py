@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Path = str | PathLike[str]
 
 CompressionParams = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-"""What ``set_gradient_compression`` takes."""
+"""The argument of ``set_gradient_compression``."""
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -47,8 +47,8 @@ class KVStoreBase:
         kv = kvstore.create("mystore")      # the class name in lower case
 
     A plug-in for training without an optimizer on the store defines ``broadcast``,
-    ``pushpull``, ``is_capable``, ``rank``, ``num_workers`` and ``type``. What it leaves out
-    raises ``NotImplementedError``. Source: ``KVStoreBase`` of MXNet.
+    ``pushpull``, ``is_capable``, ``rank``, ``num_workers`` and ``type``. The methods that it does
+    not define raise ``NotImplementedError``. Source: ``KVStoreBase`` of MXNet.
     """
 
     OPTIMIZER: ClassVar[str] = "optimizer"
@@ -61,8 +61,8 @@ class KVStoreBase:
     def register(klass: _Class) -> _Class:
         """Decorate a class so that ``create`` knows it by its lower-case name.
 
-        Registering a name again warns and replaces. Raises ``ArgumentTypeError`` for what is
-        not a class.
+        A class with the name of an earlier one replaces it, with a warning. Raises
+        ``ArgumentTypeError`` if the argument is not a class.
         """
         if not isinstance(klass, builtins.type):
             raise ArgumentTypeError(f"register needs a class, got {klass!r}")
@@ -93,7 +93,7 @@ class KVStoreBase:
         raise NotImplementedError
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
-        """Init and then pull, once for each key: every worker gets rank 0's value."""
+        """Create new keys and pull them: every worker gets rank 0's values."""
         raise NotImplementedError
 
     def pushpull(
@@ -109,9 +109,7 @@ class KVStoreBase:
     def is_capable(self, capability: str) -> bool:
         """Return whether the store has a capability.
 
-        The known one is ``KVStoreBase.OPTIMIZER``.
-
-        Raises ``ArgumentValueError`` for an unknown one.
+        The only known capability is ``KVStoreBase.OPTIMIZER``; others raise ``ArgumentValueError``.
         """
         raise NotImplementedError
 
@@ -120,34 +118,34 @@ class KVStoreBase:
         raise NotImplementedError
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
-        """Write what the optimizer keeps for each key to a file."""
+        """Write the optimizer states of all keys to a file."""
         raise NotImplementedError
 
     def load_optimizer_states(self, fname: Path) -> None:
-        """Take over what ``save_optimizer_states`` wrote."""
+        """Load the file of ``save_optimizer_states``."""
         raise NotImplementedError
 
-    # -- what some stores have ---------------------------------------------------------
+    # -- calls that only some stores have ----------------------------------------------
 
     def row_sparse_pull(
         self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> Any:
         """Copy rows ``row_ids`` of each key into ``out``.
 
-        ``row_ids`` is an array of ids: any integer dtype, any shape, any order, repeated or not,
-        or none at all; a list of ints will do. With a list of arrays for a single key, a list of
-        them is one for each; a single one is for all. With a list of keys, both are parallel
-        lists of these.
+        ``row_ids`` is an array of ids, or a list of ints: any integer dtype, any shape, any order,
+        repeated or not; it may be empty. For a single key, ``out`` may be a list of arrays; then
+        ``row_ids`` is one array for all of them, or a list with one for each. For a list of keys,
+        ``out`` and ``row_ids`` are lists with an item for each key.
 
-        A ``RowSparseArray`` in ``out`` holds exactly the requested rows afterwards, ids sorted and
-        each there once, cast to its dtype; rows that the store does not have are zero. Any other
-        array has the shape of its ids and behind it that of a row, and gets the rows in the order
-        of the ids. Without ``out``, returns a new ``RowSparseArray`` (a list of them where
-        ``row_ids`` is one). Dense keys give their rows, too.
+        A ``RowSparseArray`` in ``out`` afterwards holds exactly the requested rows, sorted by id
+        without repetition and cast to its dtype; rows that the store does not have are zero. Any
+        other array must have the shape of the ids followed by the shape of a row, and gets the rows
+        in the order of the ids. Without ``out``, returns a new ``RowSparseArray`` (or a list, if
+        ``row_ids`` is a list of arrays). The key may be dense, too.
 
         Raises ``ArgumentTypeError`` for ids that are not integers, ``ArgumentValueError`` for ids
-        out of range and where there are none, ``ValueMismatchError`` for lists and arrays that
-        do not fit. Stores that plug in may lack it, and raise ``NotSupportedError``.
+        out of range or if ``row_ids`` is None, ``ValueMismatchError`` for lists and arrays that do
+        not fit, and ``NotSupportedError`` if a plug-in store lacks the call.
         """
         raise NotSupportedError(ROWS_REFUSED)
 
@@ -164,33 +162,31 @@ class KVStoreBase:
         dtype: Any = np.float32,
         seed: int = 0,
     ) -> Table:
-        """Create and return a growing table of rows of ``dim`` numbers by id.
+        """Create a growing table, which maps 64-bit ids to rows of ``dim`` numbers.
 
-        Ids have 64 bits; rows are made when they are first touched.
+        An id gets its row when it is first requested. The first values of a row depend only on
+        ``seed``, ``name`` and its id. ``init`` draws them: ``kvstore.init.Uniform`` (from -0.07
+        to 0.07 by default), ``Normal`` or ``Constant``, the name of one, or a number for all
+        values. ``optimizer`` (an ``Optimizer`` or the name of one) updates only the pushed rows;
+        without it a push replaces them. The table does not use the store's optimizer.
 
-        A row begins with numbers that depend on ``seed``, ``name`` and its id alone, drawn by
-        ``init``: ``kvstore.init.Uniform`` (from -0.07 to 0.07 by default), ``Normal`` or
-        ``Constant``, the name of one, or a number for all of them. ``optimizer`` (an ``Optimizer``
-        or the name of one) updates the rows that are pushed, and no others; without one a push sets
-        them. It is the table's own: that of the store does not matter here.
+        ``capacity`` is the largest number of rows: in a full table, a new row replaces the row
+        that was touched longest ago. A row is also removed when more than ``ttl`` pushes to the
+        table have passed since it was last touched. An id gets its row at the ``admit_after``-th
+        pull of that id; by default at its first pull or push.
 
-        ``capacity`` is the most rows that the table has: where another one is needed, the row
-        goes that was touched longest ago. A row goes, too, once more than ``ttl`` pushes to the
-        table have come since it was touched last. An id gets its row with the pull that is number
-        ``admit_after`` to ask for it; by default with the first pull or push.
-
-        With several workers all of them call it, with the same arguments, and rows lie on all
-        servers. Stores that plug in may lack it, and raise ``NotSupportedError``. Raises
-        ``UsageError`` where workers' arguments differ, ``DuplicateKeyError`` for a name that is
-        taken, ``ArgumentTypeError``, ``ArgumentValueError``, and ``NotSupportedError`` for an
-        optimizer that would have to change other rows too (one that needs whole keys, such as
-        LAMB, or has ``lazy_update=False``).
+        With several workers, all of them call it with the same arguments, and the rows are spread
+        over all servers. Raises ``UsageError`` if the workers' arguments differ,
+        ``DuplicateKeyError`` for a name that is taken, ``ArgumentTypeError``,
+        ``ArgumentValueError``, and ``NotSupportedError`` for an optimizer that would also change
+        other rows (one that needs whole keys, such as LAMB, or has ``lazy_update=False``) and for
+        plug-in stores that lack the call.
         """
         options = {"init": init, "capacity": capacity, "ttl": ttl, "admit_after": admit_after}
         return self._create_table(name, dim, optimizer, dtype=dtype, seed=seed, **options)
 
     def _create_table(self, name: object, dim: object, optimizer: object, **options: Any) -> Table:
-        """Create a table, for stores that have them."""
+        """Create a table; stores with tables override this."""
         raise NotSupportedError(
             f"a {self.type} store does not support growing tables; create a store of type local, "
             "device or dist_sync"
@@ -199,13 +195,12 @@ class KVStoreBase:
     def set_gradient_compression(self, compression_params: CompressionParams) -> None:
         """Encode pushed values, for example by ``{"type": "2bit", "threshold": 0.5}``.
 
-        A dictionary, or a list of such, of which the first that is for a key counts; None turns
-        compression off. ``docs/compression.md`` has the codecs and their parameters. What
-        codecs leave out is added to the next push of the key (error feedback) where they do
-        that; it is forgotten by this call. With several workers all of them have to call it, with
-        the same parameters; no thread may push or pull meanwhile (``UsageError``).
-
-        Raises ``ArgumentTypeError`` and ``ArgumentValueError``, which list what there is.
+        ``compression_params`` is a dictionary, or a list of dictionaries, of which the first that
+        matches a key is used; None turns compression off. ``docs/compression.md`` lists the codecs
+        and their parameters. Codecs with error feedback add the lost part of a gradient to the next
+        push of the key; this call drops these residuals. With several workers, all must call it
+        with the same parameters; no thread may push or pull meanwhile (``UsageError``). Raises
+        ``ArgumentTypeError`` and ``ArgumentValueError``, which list the valid parameters.
         """
         raise NotSupportedError(
             f"a {self.type} store cannot compress gradients; do not call "
@@ -215,9 +210,12 @@ class KVStoreBase:
 
 @KVStoreBase.register
 class TestStore(KVStoreBase):
-    """Adds on the first value's device. A key may be broadcast any number of times."""
+    """A store that adds on the first value's device and keeps nothing, for tests.
 
-    __test__ = False  # not a class of tests, whatever its name looks like
+    A key may be broadcast any number of times.
+    """
+
+    __test__ = False  # pytest must not collect it because of its name
 
     @property
     def type(self) -> str:
@@ -253,7 +251,7 @@ class TestStore(KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Return False: no optimizer. Raises ``ArgumentValueError`` for other names."""
+        """Return False for OPTIMIZER. Raises ``ArgumentValueError`` for other names."""
         if capability.lower() != KVStoreBase.OPTIMIZER:
             raise ArgumentValueError(
                 f"unknown capability: {capability!r}; known: {KVStoreBase.OPTIMIZER!r}"

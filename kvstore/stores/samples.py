@@ -1,6 +1,6 @@
-"""Sharding of the samples of a data set over the workers.
+"""Shard the samples of a data set over the workers.
 
-Pure arithmetic on indices. ``kv.shard`` and ``FeedForward`` call.
+Pure arithmetic on indices, used by ``kv.shard`` and ``FeedForward``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def shard(
 ) -> NDArray[np.int64]:
     """Return the samples that worker ``rank`` visits in ``epoch``: one batch a row.
 
-    Returns int64 indices, (num_batches, batch_size). Every worker shuffles all samples alike
-    (by ``seed`` and ``epoch``) and deals them out batch by batch, so without an argument
-    ``num_batches`` the shards are disjoint, cover everything and are equally long:
-    ceil(num_samples / (num_workers * batch_size)) batches, the last ones filled up from the
-    start of the order. Step t of W workers with batch B visits the samples that step t of one
-    worker with batch W * B visits.
+    The result is int64 indices of shape (num_batches, batch_size). Every worker computes the same
+    order of all samples from ``seed`` and ``epoch``, and the workers take batches from it in turn.
+    Without ``num_batches`` the shards are disjoint, cover all samples and have the same length:
+    ceil(num_samples / (num_workers * batch_size)) batches, the last of them filled up from the
+    start of the order. Step t of W workers with batch size B visits the same samples as step t of
+    one worker with batch size W * B.
     """
     if seed < 0 or epoch < 0:
         raise UsageError(f"seed and epoch must not be negative, got {seed} and {epoch}")
@@ -63,12 +63,13 @@ def deal_out(
     *,
     even: bool = True,
 ) -> NDArray[np.int64]:
-    """Return the samples of worker ``rank`` in ``epoch``: new int64 indices, (n,).
+    """Return the samples of worker ``rank`` in ``epoch``: int64 indices, shape (n,).
 
-    All workers shuffle alike, by ``seed`` and ``epoch`` (None: not at all), and the samples are
-    dealt out in turn, so that the shards cover everything. With ``even`` all are equally long:
-    the last ones are filled up from the start of the order. Else they are disjoint, and differ
-    by one sample at most; one may be empty. Raises a ``UsageError``.
+    All workers compute the same order from ``seed`` and ``epoch`` (``seed`` None: no shuffle) and
+    take samples from it in turn, so together the shards have all samples. With ``even`` all shards
+    have the same length: the last ones repeat samples from the start of the order. Otherwise they
+    are disjoint, and their lengths differ by at most one; a shard may be empty. Raises a
+    ``UsageError``.
     """
     num_samples, epoch = as_int("num_samples", num_samples), as_int("epoch", epoch)
     seed = None if seed is None else as_int("seed", seed)
@@ -84,7 +85,7 @@ def deal_out(
 
 
 def as_int(name: str, value: Any) -> int:
-    """Return the int argument ``name``. Raises ``ArgumentTypeError``.
+    """Check the int argument ``name`` and return it. Raises ``ArgumentTypeError``.
 
     NumPy's integers are accepted.
     """

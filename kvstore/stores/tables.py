@@ -1,7 +1,7 @@
-"""``Table``: a growing table of any store; its calls, with arguments checked.
+"""``Table``: the calls of a growing table of any store, with checked arguments.
 
-Where the rows are the two subclasses know: ``local/tables.py`` and ``dist/tables.py``, to be read
-next; how rows come and go says ``kvstore/sparse/tables/``. Arrays are the caller's.
+Two subclasses store the rows: ``local/tables.py`` and ``dist/tables.py``, which come next.
+``kvstore/sparse/tables/`` decides when rows are created and evicted. Arrays belong to the caller.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Path = str | PathLike[str]
 class Table(abc.ABC):
     """Rows of ``dim`` numbers by any 64-bit id, made by ``KVStore.create_table``.
 
-    **Ids** are integers of 64 bits: arrays of any integer dtype and of any library, of any shape,
-    unsorted, repeated or not, or lists of ints. int64 and uint64 are taken bit by bit, so that -1
-    and 2**64 - 1 are one id; where a table gives ids, they are int64. Other than integers raise
+    **Ids** are integers of 64 bits: arrays of any integer dtype, library and shape, unsorted,
+    repeated or not, or lists of ints. int64 and uint64 are taken bit by bit, so that -1 and
+    2**64 - 1 are the same id; a table returns ids as int64. Other values raise
     ``ArgumentTypeError``.
 
-    A call may come from any thread; they run one at a time. One that raises has changed nothing.
+    Calls may come from any thread and run one at a time. A call that raises has changed nothing.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Table(abc.ABC):
 
     @property
     def name(self) -> str:
-        """The name that it was created with."""
+        """The name that the table was created with."""
         return self._settings.name
 
     @property
     def dim(self) -> int:
-        """How many numbers a row has."""
+        """The number of values in a row."""
         return self._settings.dim
 
     @property
@@ -72,7 +72,7 @@ class Table(abc.ABC):
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
 
     def __len__(self) -> int:
         return self.size
@@ -82,11 +82,11 @@ class Table(abc.ABC):
     def pull(self, ids: Any, out: Array | None = None, *, touch: bool = True) -> Any:
         """Return the rows of ids, in their order: shape ``(*shape of ids, dim)``.
 
-        An id without a row gets one, with its first value, where it is admitted; where it is not,
-        the result has the first value all the same. With ``touch`` False (for evaluation) the call
-        makes no rows, counts nothing and keeps no row from being evicted. ``out`` is an array of
-        any library with that shape, of any dtype, to be filled; then the call returns None.
-        Raises ``ValueMismatchError`` for another shape.
+        An id without a row gets one, if it is admitted; the result has the row's first values in
+        any case. With ``touch`` False (for evaluation) the call creates no rows, counts nothing and
+        does not protect rows from eviction. ``out`` is an array of any library and dtype with that
+        shape; it is filled, and the call returns None. Raises ``ValueMismatchError`` for another
+        shape.
         """
         with self._call():
             flat, shape = checked_table_ids(ids)
@@ -103,21 +103,21 @@ class Table(abc.ABC):
             return None
 
     def push(self, ids: Any, gradients: Array) -> None:
-        """Update once by the table's optimizer: a gradient for each id.
+        """Update rows once by the table's optimizer, with a gradient for each id.
 
         ``gradients`` has shape ``(*shape of ids, dim)`` and the table's dtype; it is only read.
-        Those of one id are added first, in their order. Without an optimizer the sums are the new
-        rows. An id without a row gets one first; where ``admit_after`` is more than 1, what is
-        pushed for it is dropped instead. Raises ``ValueMismatchError``.
+        Gradients of the same id are added first, in their order. Without an optimizer the sums
+        replace the rows. An id without a row gets one first; if ``admit_after`` is more than 1, its
+        gradient is dropped instead. Raises ``ValueMismatchError``.
         """
         with self._call():
             flat, shape = checked_table_ids(ids)
             self._push(flat, self._checked_gradients(shape, gradients))
 
     def _check_out(self, out: Array, wanted: tuple[int, ...]) -> None:
-        """Raise ``ValueMismatchError`` unless the rows can be written to ``out``.
+        """Raise ``ValueMismatchError`` unless rows can be written to ``out``.
 
-        Their shape and the dtype rule of pulls decide.
+        It must have the shape ``wanted``, be writable, and take the dtype as pulls do.
         """
         adapter = adapter_for(out)
         shape = adapter.shape(out)
@@ -132,7 +132,10 @@ class Table(abc.ABC):
             raise ValueMismatchError(f"{self.title}: the array to fill is read-only: {why}")
 
     def _checked_gradients(self, shape: tuple[int, ...], gradients: Array) -> RowValues:
-        """Return gradients as rows on the host. Raises ``ValueMismatchError``."""
+        """Check gradients and return them as rows on the host.
+
+        Raises ``ValueMismatchError``.
+        """
         adapter = adapter_for(gradients)
         dtype = adapter.dtype(gradients)
         wanted = (*shape, self.dim)
@@ -150,10 +153,10 @@ class Table(abc.ABC):
             return self._optimizer
 
     def set_optimizer(self, optimizer: Optimizer | str) -> None:
-        """Update by this one from now on.
+        """Use this optimizer for all later pushes.
 
-        One of the same class keeps each row's states and the count of updates; for one of another
-        class they start afresh.
+        If it has the class of the current one, the rows keep their states and the update count;
+        otherwise both are reset.
         """
         chosen = checked_table_optimizer(optimizer, self.dtype)
         if chosen is None:
@@ -164,11 +167,11 @@ class Table(abc.ABC):
             self._use(chosen)
             self._optimizer = chosen
 
-    # -- all of them ---------------------------------------------------------------------
+    # -- the whole table -----------------------------------------------------------------
 
     @abc.abstractmethod
     def statistics(self) -> TableStatistics:
-        """Return rows, hits, evictions and more."""
+        """Return the counts of rows, hits, evictions and more."""
 
     def ids(self) -> Ids:
         """Return the ids of all rows, int64, sorted."""
@@ -179,7 +182,7 @@ class Table(abc.ABC):
     def rows(self, block_rows: int = 65536) -> Iterator[tuple[Ids, np.ndarray[Any, Any]]]:
         """Yield all rows in pieces, sorted by id: pairs of ids and new arrays.
 
-        Each piece is read when it is asked for; rows that are gone by then are left out.
+        Each piece is read when the iterator reaches it; rows removed by then are left out.
         """
         if block_rows < 1:
             raise ArgumentValueError(f"block_rows must be at least 1, got {block_rows}")
@@ -194,12 +197,13 @@ class Table(abc.ABC):
             yield some[is_there], rows
 
     def export(self, path: Path, *, states: bool = True) -> int:
-        """Write all rows to a file; returns its mark, for ``export_delta``.
+        """Write all rows to a file; return its mark, for ``export_delta``.
 
-        With ``states`` (the optimizer's) a table that loads the file continues as this one would,
-        but for ids that wait for admission. Without, for serving, the file is smaller. On ``dist``
-        stores the lowest rank's path is the one that counts; those of the others have to name the
-        same file, in whatever directory. Raises ``CheckpointError``.
+        With ``states`` the file includes the optimizer's states, so that a table that loads it
+        continues as this one would, except for ids that wait for admission. Without them, for
+        serving, the file is smaller. On ``dist`` stores the lowest rank writes to its path; the
+        other ranks' paths must have the same file name, in any directory. Raises
+        ``CheckpointError``.
         """
         with self._call():
             return self._export(path, None, states=states)
@@ -207,8 +211,8 @@ class Table(abc.ABC):
     def export_delta(self, mark: int, path: Path, *, states: bool = True) -> int:
         """Write the changes since the export that returned ``mark``; return the new mark.
 
-        That is the rows which were made or pushed since, and the ids of all others that are still
-        there. Raises ``ArgumentValueError`` for a mark that is not one of this table's.
+        The file has the rows that were created or pushed since then, and the ids of all other
+        rows. Raises ``ArgumentValueError`` for a mark that this table has not returned.
         """
         with self._call():
             if type(mark) is not int or not 0 <= mark < self._files.home.counters().next_mark:
@@ -228,11 +232,11 @@ class Table(abc.ABC):
         return self._files.home.counters().next_mark - 1
 
     def load(self, path: Path) -> None:
-        """Take the rows of an export in place of all that are there, or apply a delta.
+        """Replace all rows by those of an export, or apply a delta.
 
-        A delta fits a table that has loaded the export it begins at, or one between its beginning
-        and its end, and was only pulled from since; one of another table, or of another run, does
-        not, whatever its marks. Where the capacity is too small, the rows that
+        A delta fits a table that has loaded the export at the delta's beginning, or one between its
+        beginning and its end, and has only been pulled from since. A delta of another table, or of
+        another run, does not fit, whatever its marks. If the capacity is too small, the rows that
         were touched last are kept. Raises ``CheckpointError`` for a damaged file and for one that
         does not fit.
         """
@@ -245,33 +249,33 @@ class Table(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Forget all rows; the store may make another table of this name. Idempotent."""
+        """Delete all rows; the name can be used for a new table. Idempotent."""
 
-    # -- what subclasses do, within a call -----------------------------------------------
+    # -- implemented by subclasses; the methods below run within `_call` -----------------
 
     @abc.abstractmethod
     def _call(self) -> AbstractContextManager[None]:
-        """Enter a call: raises if the table is closed, and keeps others out where need be."""
+        """Begin a call: raise if the table is closed, and keep other calls out if needed."""
 
     @abc.abstractmethod
     def _pull(self, ids: Ids, out: RowValues, *, touches: bool) -> None:
-        """Copy the rows of ids, in any order and repeated or not, to ``out``."""
+        """Copy the rows of ids to ``out``; ids may be unsorted and repeated."""
 
     @abc.abstractmethod
     def _push(self, ids: Ids, gradients: RowValues) -> None:
-        """Update once; ids in any order, repeated or not."""
+        """Update rows once; ids may be unsorted and repeated."""
 
     @abc.abstractmethod
     def _use(self, optimizer: Optimizer) -> None:
-        """Update by this one from now on."""
+        """Use this optimizer for all later pushes."""
 
     @abc.abstractmethod
     def _settle(self) -> None:
-        """Wait for own pushes and pulls: what is asked goes another way."""
+        """Wait for this worker's pushes and pulls; later requests may overtake them."""
 
     @abc.abstractmethod
     def _together(self, name: str, act: Callable[[int], Any]) -> Any:
-        """Have one worker ``act`` once all are here, and nothing is in flight."""
+        """Have one worker ``act`` when all have called and nothing is in flight."""
 
 
 T = TypeVar("T", bound=Table)
@@ -286,9 +290,9 @@ class StoreTables(Generic[T]):
     def _checked(
         self, name: object, dim: object, optimizer: object, **options: Any
     ) -> tuple[TableSettings, Optimizer | None]:
-        """Return the checked settings of a new table.
+        """Check the settings and the optimizer of a new table, and return them.
 
-        Raises what ``checked_settings`` and ``checked_table_optimizer`` do, and
+        Raises the errors of ``checked_settings`` and ``checked_table_optimizer``, and
         ``DuplicateKeyError`` if the name is taken.
         """
         settings = checked_settings(name, dim, **options)
@@ -301,7 +305,7 @@ class StoreTables(Generic[T]):
         return settings, chosen
 
     def warn_of_checkpoint(self) -> None:
-        """Warn, from the caller of the store's method, that a checkpoint has no tables."""
+        """Warn that a checkpoint does not include tables, with the caller's line."""
         if self._tables:
             warnings.warn(
                 f"this checkpoint does not include the growing tables {', '.join(self._tables)}; "

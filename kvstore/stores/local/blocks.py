@@ -1,19 +1,19 @@
-"""Sum and update keys on the host in blocks, which all cores share.
+"""Sum and update keys on the host in blocks, on all cores.
 
 ``Blocks`` is made once for a list of keys. Large keys are cut into blocks that stay in a
-core's cache; small ones that are neighbours on a shelf make a block together. For each block
-the contributions are added, the weights updated and, when the call has arrays to fill, these
-are written while the block is still in the cache. Every operation is elementwise (an optimizer
-of scope ``"key"`` has its keys whole, each on one thread, one of scope ``"row"`` whole rows), so
-neither the blocks nor the threads can change a bit.
+core's cache; small keys that are neighbours on a shelf form one block. For each block the
+contributions are added, the weights updated and, if the call has arrays to fill, these are
+written while the block is still in the cache. Every operation is elementwise (an optimizer of
+scope ``"key"`` gets whole keys, each on one thread, one of scope ``"row"`` whole rows), so
+neither the blocks nor the threads can change a bit of the result.
 
-Several threads and one pass are only right where arrays do not overlap (``are_apart``). Arrays
-that own their memory are told apart by being different objects; only for views are addresses
-looked at. The answer may be "no" where the truth is "yes" (views with strides that interleave),
-never the other way round.
+Several threads in a single pass are only correct if the arrays do not overlap (``are_apart``).
+Different arrays that own their memory cannot overlap; for views, addresses are compared. The
+result may be False for arrays that do not overlap (views with interleaved strides), but never
+True for arrays that do.
 
-The store's lock guards everything here; the tasks themselves run on the caller's thread and on
-those of ``arrays/cpu/threads.py``. Read next: ``arrays/cpu/sums.py`` for the arithmetic.
+The store's lock guards everything here; the tasks run on the caller's thread and on those of
+``arrays/cpu/threads.py``. Read next: ``arrays/cpu/sums.py`` for the arithmetic.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _base = attrgetter("base")
 def are_apart(writes: Sequence[Arrays], reads: Sequence[Arrays] = ()) -> bool:
     """Return whether ``writes`` share no memory with each other or ``reads``.
 
-    Both have a row of arrays for each key. One that stands in the same key's rows of both, or
-    whose twin with the same memory and layout does, is not a conflict: each of its elements is
-    read before it is written.
+    Both have a row of arrays for each key. If an array is both read and written for the same key
+    (the same object, or one with the same memory and layout), that is not a conflict: each of its
+    elements is read before it is written.
     """
     written = list(chain.from_iterable(writes))
     read = [] if reads is writes else list(chain.from_iterable(reads))
@@ -69,7 +69,7 @@ def _have_disjoint_addresses(writes: Sequence[Arrays], reads: Sequence[Arrays]) 
             return False
     lows = [low for low, _, _, _ in ranges]
     for low, high, row, array in _ranges(reads):
-        # The ranges are disjoint and in order: the last that begins below `high` reaches furthest.
+        # Ranges are disjoint and sorted: the last one that begins below `high` also ends last.
         index = bisect_right(lows, high - 1) - 1
         if index < 0 or ranges[index][1] <= low:
             continue
@@ -80,7 +80,7 @@ def _have_disjoint_addresses(writes: Sequence[Arrays], reads: Sequence[Arrays]) 
 
 
 def _ranges(rows: Sequence[Arrays]) -> Iterable[tuple[int, int, int, np.ndarray[Any, Any]]]:
-    """Return (first address, end address, row, array) of non-empty arrays."""
+    """Yield (first address, end address, row number, array) for non-empty arrays."""
     for number, row in enumerate(rows):
         for array in row:
             if array.size:
@@ -101,19 +101,19 @@ Row = Sequence[HostArray]
 """One key's arrays in a call: one for each device."""
 
 SPAN_ELEMENTS = 131072
-"""Numbers in a block: 512 KiB of float32 for each operand. On one thread it costs what a quarter
-of it costs; two threads, which wait for each other's interpreter lock between any two of NumPy's
-operations, wait half as often as with half of it (``docs/performance.md``)."""
+"""The numbers in a block: 512 KiB of float32 for each operand. On one thread, blocks of a quarter
+of this size are as fast. Two threads wait for the interpreter lock between NumPy's operations: with
+this size half as often as with half of it (``docs/performance.md``)."""
 
 SHARED_BYTES = 1 << 20
-"""Work on fewer bytes is done before another thread would be awake."""
+"""Work on fewer bytes is done on one thread: it ends before another thread would wake up."""
 
 _ALONE = Cores(1)
 
 
 @dataclass(slots=True)
 class _Neighbours:
-    """Keys that lie one after the other on a shelf, together no longer than a block."""
+    """Consecutive keys of a shelf that together are no larger than a block."""
 
     shelf: Shelf
     start: int
@@ -123,7 +123,7 @@ class _Neighbours:
 
 
 class Blocks:
-    """The keys of a call, all on the host and each once, in the order of the call."""
+    """The keys of a call in its order, all different and on the host."""
 
     def __init__(self, entries: Sequence[StoredKey]) -> None:
         self.entries = tuple(entries)
@@ -134,13 +134,13 @@ class Blocks:
         self._optimizer: Optimizer | None = None
         self._variants: list[Optimizer] = []
 
-    # -- what callers pass -------------------------------------------------------------
+    # -- arguments of calls ------------------------------------------------------------
 
     def plain_rows(self, values: object, *, are_written: bool) -> list[Row] | None:
         """Return a call's rows if they are NumPy arrays that match the keys.
 
-        None for everything else, be it right or wrong: then the checks of ``KeyTable`` decide.
-        ``values`` is parallel to the keys; its items are arrays or lists of arrays.
+        Return None for all other values, valid or not: then the checks of ``KeyTable`` decide.
+        ``values`` has an item for each key: an array or a list of arrays.
         """
         if type(values) not in (list, tuple) or len(values) != len(self._expected):  # type: ignore[arg-type]
             return None
@@ -157,7 +157,7 @@ class Blocks:
             rows.append(row)
         return rows
 
-    # -- what a call does --------------------------------------------------------------
+    # -- the work of a call ------------------------------------------------------------
 
     def apply(
         self,
@@ -166,12 +166,12 @@ class Blocks:
         workspaces: Workspaces,
         outs: Sequence[Row] | None = None,
     ) -> None:
-        """Add each key's row up and update the key by it, or set it to the sum.
+        """Add up each key's row; update the key by the sum, or set it to the sum.
 
-        Rows have the shapes and dtypes of their keys and are only read. With ``outs``, arrays
-        of the keys' shapes and any dtypes, the new values are written there too: in the same
-        pass, if that cannot be told from two calls. When an optimizer raises, other keys of the
-        call may have been updated or not; counts and versions are of those that were.
+        Rows have the shapes and dtypes of their keys and are only read. ``outs`` are arrays of the
+        keys' shapes and any dtypes, which get the new values: in the same pass, if the result is
+        the same as that of two calls. When an optimizer raises, some other keys of the call may
+        have been updated; the counts and versions of exactly those keys are increased.
         """
         fused = outs if outs is not None and self._can_fuse(outs, rows) else None
         variants = self._begin(optimizer)
@@ -183,14 +183,14 @@ class Blocks:
             self.fill(outs)
 
     def _can_fuse(self, outs: Sequence[Row], rows: Sequence[Row]) -> bool:
-        """Return whether these arrays can be filled while the blocks are in the cache."""
+        """Return whether these arrays can be filled in the same pass as the update."""
         is_flat = all(_is_flat(out) for index in self._large for out in outs[index])
         return is_flat and are_apart(outs, rows)
 
     def fill(self, outs: Sequence[Row]) -> None:
         """Write each key's value into all arrays of its row.
 
-        Somebody may give one array for two keys: then the later key wins, as in a loop.
+        If a caller passes the same array for two keys, it gets the later key, as in a loop.
         """
         nbytes = self.nbytes * (len(outs[0]) if outs else 0)
         if nbytes < SHARED_BYTES or not are_apart(outs):
@@ -218,7 +218,7 @@ class Blocks:
     # -- updates -----------------------------------------------------------------------
 
     def _begin(self, optimizer: Optimizer | None) -> Sequence[Optimizer | None]:
-        """Create missing states, count the update, return each key's optimizer."""
+        """Create missing states, count the update, and return each key's optimizer."""
         if optimizer is not None:
             if optimizer is not self._optimizer:
                 self._variants = [
@@ -239,7 +239,7 @@ class Blocks:
         of_tasks: Sequence[Sequence[StoredKey]],
         optimizer: Optimizer | None,
     ) -> None:
-        """Raise the first task's error, after undoing the counts of the rest."""
+        """If a task failed, undo the counts of keys without an update and raise its error."""
         if failure is None:
             return
         begun = {
@@ -262,7 +262,7 @@ class Blocks:
         workspaces: Workspaces,
         outs: Sequence[Row] | None,
     ) -> tuple[list[Task], list[Sequence[StoredKey]]]:
-        """Return the tasks, and the keys of each."""
+        """Return the tasks, and the keys of each task."""
         tasks: list[Task] = []
         of_tasks: list[Sequence[StoredKey]] = []
         for group in self._neighbours:
@@ -310,7 +310,7 @@ def _neighbours(entries: Sequence[StoredKey]) -> Iterator[_Neighbours]:
 
 
 def _can_be_one(group: _Neighbours, chosen: Sequence[Optimizer | None]) -> bool:
-    """Return whether all keys would be updated by the same numbers."""
+    """Return whether all keys of a group can be updated as one array."""
     first, optimizer = group.entries[0], chosen[0]
     if optimizer is None:
         dtype = first.spec.dtype

@@ -1,7 +1,7 @@
 """Save and load the values and states of a store in one process.
 
-Row-sparse keys are written with the rows that are there. The store's lock guards everything
-here. Read next: ``checkpoint/optimizer_states.py``.
+Only the stored rows of row-sparse keys are written. The store's lock guards everything here. Read
+next: ``checkpoint/optimizer_states.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.stores.local.values import LocalValues
 
 
 def contents_of(entries: Iterable[StoredKey]) -> dict[Key, Content]:
-    """Return the contents that ``pieces_of`` will deliver."""
+    """Return a description of each key that ``pieces_of`` yields."""
     return {
         entry.key: Content(entry.spec, 1, None if entry.table is None else entry.table.ids())
         for entry in entries
@@ -30,7 +30,7 @@ def contents_of(entries: Iterable[StoredKey]) -> dict[Key, Content]:
 
 
 def pieces_of(entries: Iterable[StoredKey], optimizer: Optimizer | None) -> Iterator[SavedPiece]:
-    """Yield a piece for each key, with its values."""
+    """Yield a piece for each key, with its values and states."""
     for entry in entries:
         if entry.table is not None:
             entry.table.set_optimizer(optimizer)
@@ -50,7 +50,7 @@ def pieces_of(entries: Iterable[StoredKey], optimizer: Optimizer | None) -> Iter
 def take(values: LocalValues, saved: SavedStates) -> None:
     """Load everything from a file or checkpoint; create missing keys.
 
-    Raises what ``saved.check`` does, before anything has changed.
+    Raises the errors of ``saved.check``, before anything has changed.
     """
     optimizer = saved.optimizer or values.optimizer
     saved.check(contents_of(values.entries.values()), optimizer)

@@ -1,9 +1,9 @@
 """Gradient compression in one process: pass values through a key's codecs.
 
-What is added up is what another machine would have received, so a script behaves as it will with
-servers. As in MXNet's ``device`` store every device's values are encoded, also when there is one;
-each device has a residual of its own for each key. The caller holds the store's lock. Read next:
-``compression/config.py``.
+The store adds the values that a server would have received, so a script behaves as it will with
+servers. As in MXNet's ``device`` store, every device's values are encoded, even if there is only
+one device; each device has its own residual for each key. The caller holds the store's lock. Read
+next: ``compression/config.py``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class LocalCoding(StoreCoding):
     def __init__(self, compression: Compression, table: KeyTable) -> None:
         super().__init__(compression)
         self._table = table
-        #: How often each key was pushed.
+        #: How many times each key was pushed.
         self._rounds: Counter[Key] = Counter()
 
     def passed(self, groups: Mapping[Key, Sequence[Array]]) -> list[list[Array]]:
-        """Return each key's arrays, decoded from their codecs where it has one.
+        """Return each key's arrays; those of compressed keys are encoded and decoded.
 
-        ``groups`` fit their keys and are only read. Raises ``NotSupportedError`` for row-sparse
-        values of a key that is compressed and ``ArgumentValueError`` for numbers that a codec
-        cannot carry, before anything has changed.
+        The arrays in ``groups`` fit their keys and are only read. Raises ``NotSupportedError`` for
+        row-sparse values of a compressed key and ``ArgumentValueError`` for numbers that a codec
+        cannot encode, before anything has changed.
         """
         chains = {key: self._chain(key) for key in groups}
         hosts: dict[Key, list[np.ndarray[Any, Any]]] = {}
@@ -75,13 +75,13 @@ class LocalCoding(StoreCoding):
 
     @property
     def encodes_pulls(self) -> bool:
-        """Whether the values of any key come back through a codec."""
+        """Whether a codec encodes the pulled values of any key."""
         return any(rule.pull is not None for rule in self.compression.rules)
 
     def pulled(self, key: Key, weight: Array) -> np.ndarray[Any, Any] | None:
-        """Return a dense key's value as a pull decodes it; None: unchanged.
+        """Return a dense key's value after encoding and decoding; None without a codec.
 
-        Raises ``ArgumentValueError`` for numbers that the codec cannot carry.
+        Raises ``ArgumentValueError`` for numbers that the codec cannot encode.
         """
         chain = self.compression.rule_for(key, self._table.spec(key)).pull
         if chain is None:
@@ -98,7 +98,7 @@ class LocalCoding(StoreCoding):
         return dict(zip(keys, map(self._table.spec, keys), strict=True))
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Drop the residuals of these keys, which are gone."""
+        """Drop the residuals of deleted keys."""
         self.residuals.forget(keys)
         for key in keys:
             self._rounds.pop(key, None)
@@ -107,7 +107,7 @@ class LocalCoding(StoreCoding):
 def _through(
     chain: Chain, host: np.ndarray[Any, Any], residual: Flat | None, draw: Draw
 ) -> np.ndarray[Any, Any]:
-    """Return an array as it arrives after encoding and decoding: a new one."""
+    """Return a new array with the values of ``host`` after encoding and decoding."""
     out = np.empty(host.shape, host.dtype)
     chain.decode(chain.encode(host, residual=residual, draw=draw), out)
     return out

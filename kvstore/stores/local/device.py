@@ -2,16 +2,16 @@
 
 A ``local`` store whose keys move, at their first push with GPU arrays, to the one of those
 GPUs that holds the fewest bytes of this store; from then on the key's value, optimizer state,
-sums and updates stay there. With arrays on the host only, it is a ``local`` store and gives
-the same bits. One GPU adds what the others send it; there is no collective library. Work on a GPU
-is queued by the caller's thread, and is over when the call returns.
+sums and updates stay there. With arrays on the host only, it works as a ``local`` store with the
+same bits. The key's GPU adds the values that the others send to it; no collective library is used.
+The caller's thread queues the work on GPUs, and the work is done when the call returns.
 
-The keys of a call that live on one GPU are added, updated and copied together, in a launch for
-some dozens of them; what cannot be fused goes key by key through the formulas of ``optimizer/``.
+The keys of a call on the same GPU are added, updated and copied together, in one launch for some
+dozens of keys; keys that cannot be fused are updated one by one by the formulas of ``optimizer/``.
 Read next: ``arrays/gpu/sums.py`` for the device work.
 
-**What has been run.** The GPU branch has its tests in ``tests/gpu``, which need real GPUs;
-``docs/gpu.md`` says what has run on one.
+**Tests.** The tests of the GPU code in ``tests/gpu`` need real GPUs; ``docs/gpu.md`` lists the
+tests that have run on one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvstore.stores.local.values import LocalValues
 
 
 class KernelCall(NamedTuple):
-    """Keys of a call that one kernel updates by the same numbers."""
+    """Keys of a call that one kernel updates with the same parameters."""
 
     kernel: Kernel
     numbers: KernelParameters
@@ -49,9 +49,9 @@ class KernelCall(NamedTuple):
 def kernel_for(dtype: np.dtype[Any], num_copies: int, optimizer: Optimizer | None) -> Kernel | None:
     """Return the kernel that adds and updates keys of ``dtype``, or None.
 
-    There is one for sums of floats and integers, and for plain SGD on floats (of float16, on
-    their masters), of up to ``MOST_COPIES`` values. bool, complex and bfloat16 have none, nor has
-    any other optimizer, a subclass of SGD for instance.
+    Kernels exist for sums of floats and integers, and for plain SGD on floats (for float16, on the
+    master weights), of up to ``MOST_COPIES`` values. There are no kernels for bool, complex and
+    bfloat16, nor for other optimizers, such as a subclass of SGD.
     """
     if optimizer is None:
         formula = "sum"
@@ -63,7 +63,7 @@ def kernel_for(dtype: np.dtype[Any], num_copies: int, optimizer: Optimizer | Non
 
 
 def numbers_of(optimizer: Optimizer | None, count: int) -> KernelParameters:
-    """Return the numbers of the update with this count. Of SGD, or of none."""
+    """Return the kernel's parameters for a sum, or for the SGD update of this count."""
     if not isinstance(optimizer, SGD):
         return KernelParameters()
     limit = optimizer.clip_gradient
@@ -79,10 +79,11 @@ def numbers_of(optimizer: Optimizer | None, count: int) -> KernelParameters:
 def jobs_of(
     entries: Sequence[StoredKey], num_copies: Sequence[int], optimizer: Optimizer | None
 ) -> tuple[list[KernelCall], list[int]]:
-    """Return the jobs of one update, and the positions of unsuitable keys.
+    """Return the kernel calls of an update, and the positions of unsuitable keys.
 
-    The keys live on one GPU, each with a number of copies to add. Keys whose optimizers or
-    counts differ (multipliers, a schedule, a key that came later) are in different jobs.
+    All keys are on the same GPU; ``num_copies`` has the number of arrays to add for each. Keys
+    whose optimizers or counts differ (multipliers, a schedule, a key that was created later) are in
+    different jobs.
     """
     found: dict[tuple[object, ...], KernelCall] = {}
     others: list[int] = []
@@ -104,21 +105,19 @@ def jobs_of(
 
 
 def are_apart(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether these stretches of memory are disjoint. Empty ones always are."""
+    """Return whether these memory ranges are disjoint; empty ranges overlap nothing."""
     used = sorted((start, size) for start, size in zip(addresses, sizes, strict=True) if size)
     return all(start + size <= following for (start, size), (following, _) in pairwise(used))
 
 
 Work = Sequence[tuple[StoredKey, Sequence[Array]]]
-"""Keys with the arrays of a call."""
+"""Some keys, each with its arrays of a call."""
 
 
 class DeviceKVStore(LocalKVStore):
-    """A store of one process that updates on the key's device.
+    """A store of one process that updates each key on the key's device.
 
-    See ``KVStore``.
-
-    ``pull`` without ``out`` returns an array on that device.
+    See ``KVStore``. ``pull`` without ``out`` returns an array on that device.
     """
 
     def __init__(self, name: str = "device") -> None:
@@ -171,7 +170,7 @@ class DeviceValues(LocalValues):
                 self._apply_singly(*group[index])
 
     def _apply_job(self, home: Context, job: KernelCall, work: Work) -> None:
-        """Add and update keys together."""
+        """Add and update the keys of a job together."""
         copies = [[near(array, home) for array in row] for _, row in work]
         own = []
         for entry, _ in work:
@@ -224,10 +223,11 @@ def _by_home(work: Work) -> Iterable[tuple[Context, Work]]:
 
 
 def _fill_together(home: Context, work: Work) -> list[tuple[StoredKey, Sequence[Array]]]:
-    """Copy values to all suitable arrays at once, and return the rest.
+    """Copy values to all suitable arrays at once; return the other arrays with keys.
 
-    Fit are contiguous arrays on GPUs of the key's dtype. If some of them overlap, or may, all
-    are the rest: of two keys for one array the later one must win.
+    Suitable arrays are contiguous, on a GPU, and have the key's dtype. If arrays overlap or may
+    overlap, nothing is copied and all are returned: an array that is passed for two keys must get
+    the later one.
     """
     fit: list[Array] = []
     targets: list[list[NativeArray]] = []

@@ -1,10 +1,9 @@
-"""Memory of the keys of a store in one process; small keys lie side by side.
+"""The memory of the keys of a store in one process; small keys share shelves.
 
-A key of a few hundred numbers costs more for the calls that update it than for the numbers.
-So small keys lie on shelves, one after the other in the order of ``init``, and what the
-optimizer keeps for them lies on the same shelf in the same order: ``blocks.py`` updates
-neighbours as one array. A large key has memory of its own. Nothing here computes; the store's
-lock guards it. Read next: ``blocks.py``.
+For a key of a few hundred numbers, the calls of an update cost more than its arithmetic. So small
+keys are stored on shelves, one after the other in the order of ``init``, with their optimizer
+states in the same order: ``blocks.py`` updates neighbours as one array. A large key has its own
+memory. Nothing here computes; the store's lock guards it. Read next: ``blocks.py``.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
 HOST = Context("cpu", 0)
 
 SMALL_ELEMENTS = BLOCK_ELEMENTS
-"""A key with more elements has memory of its own."""
+"""A key with more elements has its own memory."""
 
 SHELF_ELEMENTS = 8 * BLOCK_ELEMENTS
-"""2 MiB of float32, reserved; the system gives memory for what is used of it."""
+"""2 MiB of float32; the system only provides memory for the pages that are used."""
 
 
 class Shelf:
-    """Memory for neighbouring keys of one dtype. It lives as long as one of them."""
+    """Memory for neighbouring keys of one dtype, freed with the last of them."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.values: Flat = np.empty(SHELF_ELEMENTS, dtype)
@@ -44,7 +43,7 @@ class Shelf:
         return self.used + num_elements <= len(self.values)
 
     def state(self, index: int, dtype: np.dtype[Any]) -> Flat:
-        """Return memory for the optimizer's array number ``index`` of all keys here."""
+        """Return memory for the ``index``-th optimizer state of all keys on the shelf."""
         found = self._states.get((index, dtype))
         if found is None:
             found = self._states[index, dtype] = np.empty(len(self.values), dtype)
@@ -59,27 +58,27 @@ class StoredKey:
         self.spec = spec
         self.generation = generation
         self.home = HOST
-        """Where ``weight`` and ``state`` live."""
+        """The device of ``weight`` and ``state``."""
         self.weight = weight
         """C-contiguous, of the key's shape and dtype; owned by the store."""
         self.state: tuple[Flat, ...] | None = None
         """Flat arrays, made by the optimizer at the first update; set by ``keep_state``."""
         self.count = 0
-        """Updates so far; the optimizer's own number of this key. A table has its own."""
+        """The number of updates by the optimizer. A row table has its own count."""
         self.version = 0
-        """Pushes so far."""
+        """The number of pushes."""
         self.table: RowTable | None = None
-        """What a row-sparse key holds in place of ``weight`` and ``state``."""
+        """The rows of a row-sparse key, in place of ``weight`` and ``state``."""
         self.shelf: Shelf | None = None
-        """Where a small key on the host lies, its elements from ``start`` to ``stop``."""
+        """The shelf of a small key on the host, which has its elements ``start`` to ``stop``."""
         self.start = 0
         self.stop = 0
         self.shelved: tuple[np.dtype[Any], ...] | None = ()
-        """The dtypes of the states if all of them lie on the shelf; None if they do not."""
+        """The dtypes of the states if all of them are on the shelf, or None."""
 
     @property
     def flat(self) -> Flat:
-        """The value as a 1-D array, shared."""
+        """The value as a 1-D array, which shares its memory."""
         flat: Flat = self.weight.reshape(-1)
         return flat
 
@@ -89,21 +88,21 @@ class StoredKey:
         return self.spec.nbytes if self.table is None else self.table.nbytes
 
     def set_weight(self, weight: Array) -> None:
-        """Set the value to an array that the store owns or copies to its memory."""
+        """Set the value; without a shelf the array becomes the store's, else it is copied."""
         if self.shelf is None:
             self.weight = weight
         else:
             self.weight[...] = weight
 
     def keep_state(self, state: Iterable[Flat] | None, count: int) -> None:
-        """Replace what the optimizer keeps; the arrays become the store's."""
+        """Replace the optimizer state and its count; the arrays become the store's."""
         self.count = count
         arrays = None if state is None else tuple(state)
         if arrays is None or self.shelf is None or not all(map(self._fits, arrays)):
             self.state = arrays
             self.shelved = None if arrays else ()
             return
-        # They may be what lies there already, in another order.
+        # Copies, since they may be arrays of this shelf in another order.
         copies = [np.array(array) for array in arrays]
         self.shelved = tuple(array.dtype for array in copies)
         self.state = tuple(
@@ -114,7 +113,7 @@ class StoredKey:
             array[...] = copy
 
     def move(self, home: Context, weight: Array, state: Iterable[Array] | None) -> None:
-        """Move a key to a GPU, in arrays that become the store's."""
+        """Move a key to a GPU; the given arrays become the store's."""
         self.home, self.weight, self.shelf = home, weight, None
         self.keep_state(state, self.count)
 
@@ -123,7 +122,7 @@ class StoredKey:
 
 
 class Shelves:
-    """Finds a place for the keys of one store."""
+    """Places the keys of one store on shelves or in their own memory."""
 
     def __init__(self) -> None:
         self._open: dict[np.dtype[Any], Shelf] = {}

@@ -1,9 +1,9 @@
 """Row-sparse values in one process: push, pull and row_sparse_pull.
 
-``values.py`` sends here what has to do with rows; the arithmetic is that of
-``kvstore/sparse/``. Row-sparse keys live on the host, whatever the store; row-sparse gradients of a
-dense key are brought to where it lives. The store's lock guards everything here, and arguments have
-been checked. Read next: ``sparse/table.py``.
+``values.py`` uses this module for rows; the arithmetic is in ``kvstore/sparse/``. Row-sparse keys
+are always stored on the host; row-sparse gradients of a dense key are copied to the key's device.
+The store's lock guards everything here, and arguments have been checked. Read next:
+``sparse/table.py``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def new_entry(key: Key, value: RowSparseArray, generation: int) -> StoredKey:
 def apply(
     entry: StoredKey, arrays: Sequence[Array], optimizer: Optimizer | None, workspace: Workspace
 ) -> None:
-    """Add the arrays up, row-sparse and dense ones, and merge the sum into the key."""
+    """Add up the arrays, row-sparse or dense, and merge the sum into the key."""
     contributions = [contribution_of(array) for array in arrays]
     chosen = None if optimizer is None else optimizer.for_key(entry.key, entry.spec.width)
     if entry.table is None:
@@ -85,7 +85,7 @@ def _apply_to_dense(
 
 
 def _apply_on_device(entry: StoredKey, total: Sum, optimizer: Optimizer | None, count: int) -> None:
-    """Apply a round to a key on a GPU, with whole arrays of its library."""
+    """Apply a sum to a key on a GPU, by operations of its library on whole arrays."""
     adapter = adapter_on(entry.home)
     rows = adapter.to_context(total.whole(), entry.home)
     places = adapter.to_context(np.ascontiguousarray(total.ids), entry.home)
@@ -113,8 +113,8 @@ def _apply_on_device(entry: StoredKey, total: Sum, optimizer: Optimizer | None, 
 def apply_updater(updater: UpdateFunction, entry: StoredKey, arrays: Sequence[Array]) -> None:
     """Apply the caller's function to a copy, so that an error changes nothing.
 
-    It gets the sum as a ``RowSparseArray``; of a row-sparse key the same rows of the stored value
-    as another one, of a dense key the whole array.
+    It gets the sum as a ``RowSparseArray``, and the stored value: for a row-sparse key the same
+    rows as another ``RowSparseArray``, for a dense key the whole array.
     """
     total = Sum([contribution_of(array) for array in arrays])
     received = row_sparse_of(total.ids, total.whole(), entry.spec)
@@ -135,7 +135,7 @@ def apply_updater(updater: UpdateFunction, entry: StoredKey, arrays: Sequence[Ar
 
 
 def fill(entry: StoredKey, outs: Sequence[Array]) -> None:
-    """Write the value to arrays: all to dense ones, existing rows to others."""
+    """Write the value to arrays: all rows to dense ones, the stored rows to others."""
     for out in outs:
         if isinstance(out, RowSparseArray):
             rows = value_of(entry)
@@ -148,13 +148,13 @@ def fill(entry: StoredKey, outs: Sequence[Array]) -> None:
 
 
 def value_of(entry: StoredKey) -> RowSparseArray:
-    """Return a copy of the rows that are there; of a dense key all."""
+    """Return a copy of the stored rows; for a dense key, of all rows."""
     ids = np.arange(entry.spec.shape[0]) if entry.table is None else entry.table.ids()
     return row_sparse_of(ids.copy(), _read(entry, ids, None), entry.spec)
 
 
 def pull_rows(entry: StoredKey, wanted: Wanted) -> RowSparseArray | None:
-    """Fill the array; a new one where there is none."""
+    """Copy the requested rows to the array; without one, return a new array."""
     _, spec, out, shape, ids, unique = wanted
     if out is None:
         result = RowSparseArray.zeros(spec.shape, spec.dtype)
@@ -174,7 +174,7 @@ def pull_rows(entry: StoredKey, wanted: Wanted) -> RowSparseArray | None:
 
 
 def size_of(array: Array) -> int:
-    """Return the bytes of a pushed array."""
+    """Return the size of a pushed array in bytes."""
     return array.nbytes if isinstance(array, RowSparseArray) else spec_of(array).nbytes
 
 
@@ -182,14 +182,14 @@ def size_of(array: Array) -> int:
 
 
 def _by_rows(array: Array, spec: KeySpec) -> Array:
-    """Return an array of the key's elements by rows, sharing its memory."""
+    """Return an array of the key's elements as 2-D rows, sharing its memory."""
     return array.reshape(spec.shape[0], width_of(spec.shape))
 
 
 def _read(entry: StoredKey, ids: Ids, out: RowValues | None) -> RowValues:
-    """Return copies of rows on the host, in ``out`` or new.
+    """Copy rows to the host, into ``out`` or a new array, and return that.
 
-    ``out`` is contiguous and of the key's dtype.
+    ``out`` is contiguous and has the key's dtype.
     """
     if entry.table is not None:
         return entry.table.read(ids, out)

@@ -1,8 +1,8 @@
 """The store of one process in host memory: ``create("local")``.
 
-Calls may come from any thread and run one at a time: each of them takes the store's lock, sees that
-the store is open, and has ``values.py`` do what it does to values. No sockets. Read next:
-``values.py``, then ``device.py``, which moves the work to the GPU that holds the key.
+Calls may come from any thread and run one at a time: each takes the store's lock, checks that the
+store is open, and passes work on values to ``values.py``. No sockets. Read next: ``values.py``,
+then ``device.py``, which moves the work to the GPU that holds the key.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class LocalKVStore(KVStore):
     """
 
     def __init__(self, name: str = "local", values: LocalValues | None = None) -> None:
-        """``values``: where they live, if not on the host."""
+        """``values`` stores the keys; by default they are on the host."""
         self._name = name
-        # Guards everything below: a caller may push from one thread for each device. The same
-        # thread may come again, from inside an updater.
+        # Guards everything below: a caller may push from one thread for each device. It is
+        # re-entrant, since an updater may call the store.
         self._lock = threading.RLock()
         self._values = LocalValues() if values is None else values
         self._table = self._values.table
         self._tables = LocalTables(self._lock, self._check_open)
         self._is_closed = False
 
-    # -- what it is --------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------
 
     @property
     def type(self) -> str:
@@ -184,10 +184,7 @@ class LocalKVStore(KVStore):
             return self._values.optimizer
 
     def _check_value(self) -> None:
-        """Raise ``NotSupportedError`` if the optimizer is code.
-
-        Checkpoints cannot hold it.
-        """
+        """Raise ``NotSupportedError`` if checkpoints cannot store the updater's optimizer."""
         updater = self._values.updater
         if isinstance(updater, Updater):
             check_travels(updater.optimizer)
@@ -241,7 +238,7 @@ class LocalKVStore(KVStore):
             self._values.remove(keys)
 
     def _overwrite(self, values: Mapping[Key, Any]) -> None:
-        """Overwrite dense keys of these shapes; their optimizer states stay."""
+        """Overwrite the values of dense keys; their optimizer states stay."""
         with self._lock:
             self._check_open()
             for key, value in values.items():
@@ -325,10 +322,10 @@ class LocalKVStore(KVStore):
 
 
 def _done(call: Callable[[], T]) -> Future[T]:
-    """Return a call's outcome. A misuse raises at once, as it does with servers."""
+    """Return a call's outcome as a future; misuse raises at once, as with servers."""
     try:
         return completed(call())
     except PSError:
         raise
-    except Exception as error:  # an updater's: it comes out of the future
+    except Exception as error:  # an updater's: the future raises it
         return failed(error)

@@ -1,6 +1,6 @@
 """Growing tables of the stores in one process: ``create_table``.
 
-One share that holds everything, on the host, behind the store's lock; the work is done in
+One share on the host has all rows, guarded by the store's lock; the work is done in
 ``kvstore/sparse/tables/``. Read next: ``sparse/tables/shard.py``.
 """
 
@@ -25,13 +25,13 @@ class LocalTables(StoreTables["LocalTable"]):
     """The tables of a store in one process."""
 
     def __init__(self, lock: threading.RLock, check_open: Callable[[], None]) -> None:
-        """``lock`` guards the store; ``check_open`` raises when that is closed."""
+        """``lock`` guards the store; ``check_open`` raises when the store is closed."""
         super().__init__()
         self.lock = lock
         self.check_open = check_open
 
     def create(self, name: object, dim: object, optimizer: object, **options: Any) -> LocalTable:
-        """Return a new table. Raises what ``_checked`` does."""
+        """Create and return a table. Raises the errors of ``_checked``."""
         settings, chosen = self._checked(name, dim, optimizer, **options)
         table = self._tables[settings.name] = LocalTable(self, settings, chosen)
         return table
@@ -42,7 +42,7 @@ class LocalTables(StoreTables["LocalTable"]):
 
 
 class LocalTable(Table):
-    """A table whose rows are all here."""
+    """A table whose rows are all in this process."""
 
     def __init__(
         self, owner: LocalTables, settings: TableSettings, optimizer: Optimizer | None
@@ -92,7 +92,7 @@ class LocalTable(Table):
     def close(self) -> None:
         with self._owner.lock:
             self._is_closed = True
-            # The memory of the other is free now.
+            # An empty share in its place frees the memory of the rows.
             self._share = TableShare(self._settings)
             self._files = TableFiles(ShareRows(self._share), self._settings)
             self._owner.forget(self)

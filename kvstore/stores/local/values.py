@@ -1,11 +1,11 @@
 """Check the arrays of a call on a local store, and apply them to its values.
 
-``store.py`` passes on here what has to do with values, and its lock guards everything here. NumPy
-arrays of the keys' own shapes and dtypes take a short way; everything else goes through the checks
-of ``stores/arguments.py``, which raise the errors. A call is checked before it changes anything.
-Large models are added up and updated on all cores (``blocks.py``). The stored arrays are never
-handed out and never refer to a caller's memory. Read next: ``blocks.py``, and ``device.py`` for
-keys that live on GPUs.
+``store.py`` calls this module for all work on values, and its lock guards everything here. NumPy
+arrays of the keys' shapes and dtypes need few checks; all others go through the checks of
+``stores/arguments.py``, which raise the errors. A call is checked before it changes anything.
+Large models are added and updated on all cores (``blocks.py``). The stored arrays are never
+returned to callers and never share a caller's memory. Read next: ``blocks.py``, and ``device.py``
+for keys on GPUs.
 """
 
 from __future__ import annotations
@@ -36,16 +36,13 @@ class KeyArrays(NamedTuple):
     keys: tuple[Key, ...]
     rows: Sequence[Sequence[Array]]
     blocks: Blocks | None = None
-    """Of these keys, if all of them are on the host and all arrays what ``plain_rows`` wants."""
+    """The blocks of these keys, if all are on the host and ``plain_rows`` accepts all arrays."""
     sparse: Sequence[tuple[Key, Sequence[Array]]] = ()
-    """Further keys and their arrays: where the key is row-sparse, or an array is."""
+    """Further keys with their arrays, if the key or one of the arrays is row-sparse."""
 
 
 class RowReader:
-    """Converter of a call's arguments into ``KeyArrays``.
-
-    It does not change the store.
-    """
+    """Converts a call's arguments to ``KeyArrays``, without changes to the store."""
 
     def __init__(self, table: KeyTable, entries: Mapping[Key, StoredKey]) -> None:
         self._table = table
@@ -54,17 +51,17 @@ class RowReader:
         self._outs = SparseOuts()
 
     def pushed(self, key: Keys, value: Values) -> KeyArrays:
-        """Return the values that a call pushes, checked by ``KeyTable.check_push``."""
+        """Check the values of a push and return them. Raises as ``KeyTable.check_push``."""
         found = self._plain(key, value, are_written=False)
         if found is not None:
             return found
         return self.split(self._table.check_push(key, value))
 
     def filled(self, key: Keys, out: Values, *, ignores_sparse: bool | None = None) -> KeyArrays:
-        """Return the arrays that a call fills, checked by ``KeyTable.check_out``.
+        """Check the arrays that a call fills and return them.
 
-        Of ``RowSparseArray`` among the arrays, ``ignores_sparse`` leaves them out, and warns once
-        for a key; without a value for it, they raise ``NotSupportedError``.
+        Raises as ``KeyTable.check_out``. With ``ignores_sparse``, each ``RowSparseArray`` is left
+        out, with one warning for each key; with None it raises ``NotSupportedError``.
         """
         found = self._plain(key, out, are_written=True)
         if found is not None:
@@ -77,7 +74,7 @@ class RowReader:
         return self.split(groups)
 
     def split(self, groups: Mapping[Key, Sequence[Array]]) -> KeyArrays:
-        """Return the keys and arrays of a call, those apart that have to do with rows."""
+        """Return the keys and arrays of a call, with row-sparse ones in a separate list."""
         sparse = {key: arrays for key, arrays in groups.items() if self._is_sparse(key, arrays)}
         dense = {key: arrays for key, arrays in groups.items() if key not in sparse}
         return KeyArrays(tuple(dense), list(dense.values()), None, list(sparse.items()))
@@ -88,7 +85,7 @@ class RowReader:
         return any(isinstance(array, RowSparseArray) for array in arrays)
 
     def blocks_of(self, keys: tuple[Key, ...]) -> Blocks:
-        """Return the blocks of different keys, all on the host."""
+        """Return the blocks of these keys, all different and on the host."""
         found = self._blocks.get(keys)
         if found is None:
             if len(self._blocks) >= MOST_LISTS:
@@ -97,14 +94,14 @@ class RowReader:
         return found
 
     def forget(self) -> None:
-        """Forget a key that was deleted or moved. New keys do not change others."""
+        """Drop the cached blocks: a key was deleted or moved."""
         self._blocks.clear()
 
     def _plain(self, key: Keys, value: Values, *, are_written: bool) -> KeyArrays | None:
-        """Return the rows of a call that needs no further check; else None."""
+        """Return a call's arrays if they need no further checks, else None."""
         is_list = type(key) in (list, tuple)
         keys: tuple[Any, ...] = tuple(key) if is_list else (key,)  # type: ignore[arg-type]
-        # True and 1.0 would be found in place of 1.
+        # Types are checked, since True and 1.0 are equal to 1 in a dict.
         kinds = set(map(type, keys))
         if kinds != {str} and kinds != {int}:
             return None
@@ -131,7 +128,7 @@ class LocalValues:
         self.updater: UpdateFunction | None = None
         """A caller's function in place of an optimizer."""
         self.coding: LocalCoding | None = None
-        """What pushed values pass through; None: nothing."""
+        """The codecs of pushed and pulled values; None without compression."""
         self.counters = dict.fromkeys(("pushes", "pulls", "bytes_pushed", "bytes_pulled"), 0)
         self._rows = RowReader(self.table, self.entries)
         self._generations = Generations()
@@ -158,7 +155,7 @@ class LocalValues:
         self.table.add(specs, row_sparse)
 
     def remove(self, keys: Sequence[Key]) -> None:
-        """Forget keys that are there."""
+        """Delete existing keys."""
         self.table.remove(keys)
         for key in keys:
             self.entries.pop(key, None)
@@ -168,15 +165,15 @@ class LocalValues:
             self.coding.forget(keys)
 
     def free(self) -> None:
-        """Let go of all memory; the table still says what there was."""
+        """Free all values; the table of keys stays."""
         self.entries.clear()
         self._rows.forget()
         self._shelves = Shelves()
 
-    # -- what updates them -------------------------------------------------------------
+    # -- optimizer and updater ---------------------------------------------------------
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Set the optimizer of later updates; keep what state is compatible."""
+        """Set the optimizer of later updates; keep compatible states."""
         updated = [entry for entry in self.entries.values() if entry.state is not None]
         taken = [self._taken_over(entry, optimizer) for entry in updated]
         for entry, (state, count) in zip(updated, taken, strict=True):
@@ -205,14 +202,14 @@ class LocalValues:
     # -- calls -------------------------------------------------------------------------
 
     def push(self, key: Keys, value: Values) -> None:
-        """``KVStore.push``."""
+        """Do the work of ``KVStore.push``."""
         coding = self.coding
         self._merge(
             self._rows.pushed(key, value) if coding is None else self._encoded(coding, key, value)
         )
 
     def pull(self, key: Keys, out: Values | None, *, ignores_sparse: bool) -> Any:
-        """``KVStore.pull``, without versions."""
+        """Do the work of ``KVStore.pull``, without versions."""
         if out is not None:
             self._fill(self._rows.filled(key, out, ignores_sparse=ignores_sparse))
             return None
@@ -228,7 +225,7 @@ class LocalValues:
         return copies[0] if single else copies
 
     def pushpull(self, key: Keys, value: Values, out: Values) -> None:
-        """``KVStore.pushpull``; both are checked before anything changes."""
+        """Do the work of ``KVStore.pushpull``; check all arguments before any change."""
         coding = self.coding
         if coding is None:
             pushed, filled = self._rows.pushed(key, value), self._rows.filled(key, out)
@@ -242,18 +239,18 @@ class LocalValues:
             self._count("pulls", filled.keys, filled.blocks)
         else:
             self._merge(pushed)
-            # Blocks are of keys on the host, and an array on a GPU may have moved some.
+            # Blocks are for keys on the host; a pushed GPU array may have moved some keys.
             self._fill(filled if pushed.blocks else filled._replace(blocks=None))
 
     def broadcast(self, key: Keys, value: Values, out: Values) -> None:
-        """``KVStore.broadcast``."""
+        """Do the work of ``KVStore.broadcast``."""
         values, filled = self.table.check_broadcast(key, value, out)
         check_dense_outs(filled)
         self.add(values)
         self._fill(self._rows.split(filled))
 
     def overwrite(self, key: Key, value: Array) -> None:
-        """Overwrite a dense key, cast to its dtype; its state and count stay."""
+        """Overwrite a dense key's value, cast to its dtype; its state and count stay."""
         entry = self.entries[key]
         adapter = adapter_on(entry.home)
         with adapter.on(entry.home):
@@ -265,7 +262,7 @@ class LocalValues:
                     entry.state[-1][...] = entry.flat
 
     def pull_rows(self, wanted: Sequence[Wanted]) -> list[RowSparseArray | None]:
-        """Pull rows of keys, into new arrays where none are given."""
+        """Pull rows of keys; requests without an array return new ones."""
         pulled = [local_rows.pull_rows(self.entries[each.key], each) for each in wanted]
         self.counters["pulls"] += 1
         self.counters["bytes_pulled"] += sum(each.nbytes for each in wanted)
@@ -279,7 +276,7 @@ class LocalValues:
     # -- through codecs ----------------------------------------------------------------
 
     def _encoded(self, coding: LocalCoding, key: Keys, value: Values) -> KeyArrays:
-        """Return a call's pushed values after encoding and decoding."""
+        """Check a call's pushed values; return them after encoding and decoding."""
         groups = self.table.check_push(key, value)
         if self.optimizer is not None:
             for item in groups:
@@ -287,7 +284,7 @@ class LocalValues:
         return self._rows.pushed(list(groups), coding.passed(groups))
 
     def _decoded(self, keys: Sequence[Key]) -> dict[Key, Array]:
-        """Return the values of those dense keys that come back through a codec."""
+        """Return the decoded values of the dense keys whose pulls are encoded."""
         if self.coding is None or not self.coding.encodes_pulls:
             return {}
         dense = [key for key in keys if self.entries[key].table is None]
@@ -297,7 +294,7 @@ class LocalValues:
     # -- in ----------------------------------------------------------------------------
 
     def _merge(self, pushed: KeyArrays, outs: Sequence[Row] | None = None) -> None:
-        """Add and update; ``outs``, plain and of the same keys, get new values."""
+        """Add up and update; ``outs``, plain arrays of the keys, get the new values."""
         entries = [self.entries[key] for key in pushed.keys]
         sparse = [self.entries[key] for key, _ in pushed.sparse]
         if self.optimizer is not None:
@@ -327,10 +324,10 @@ class LocalValues:
         self._workspaces.give(workspace)
 
     def _settle(self, entries: Sequence[StoredKey], rows: Sequence[Sequence[Array]]) -> None:
-        """Choose where keys live, given the arrays of a push."""
+        """Choose the device of each key from the arrays of a push."""
 
     def _apply(self, entries: Sequence[StoredKey], rows: Sequence[Sequence[Array]]) -> None:
-        """Merge each key's arrays, of any library, into it, where it lives."""
+        """Merge each key's arrays, of any library, into the key on its device."""
         here, hosts = [], []
         elsewhere: list[tuple[StoredKey, Sequence[Array]]] = []
         for entry, row in zip(entries, rows, strict=True):
@@ -345,7 +342,7 @@ class LocalValues:
             self._rows.blocks_of(tuple(here)).apply(hosts, self.optimizer, self._workspaces)
 
     def _apply_elsewhere(self, work: Sequence[tuple[StoredKey, Sequence[Array]]]) -> None:
-        """Merge arrays into keys that are not on the host, and count."""
+        """Merge arrays into keys that are not on the host, and count the updates."""
         raise NotImplementedError
 
     def _apply_updater(
@@ -411,7 +408,7 @@ class LocalValues:
 
 
 def _memory(out: Array) -> HostArray | None:
-    """Return an array's flat memory for writing, or None."""
+    """Return an array's memory as a flat array in its dtype, or None."""
     adapter = adapter_for(out)
     memory = adapter.memory(out)
     return None if memory is None else memory.view(adapter.dtype(out))
