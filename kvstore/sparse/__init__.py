@@ -1,7 +1,7 @@
 """Row-sparse values: selected rows of a large array, by their ids.
 
-``RowSparseArray`` is what callers pass and get. Everything in this package is pure: no I/O, no
-clock, and of threads those of ``update.py`` alone; stores in one process and servers use it.
+Callers pass and get ``RowSparseArray``. Stores in one process and servers use this package. It
+does no I/O and reads no clock; only ``update.py`` and ``row_memory.py`` use threads.
 Read next: ``array.py``, then ``sums.py`` (adding up), ``update.py`` (optimizers on rows),
 ``table.py`` (what is stored).
 """

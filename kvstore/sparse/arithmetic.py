@@ -1,8 +1,8 @@
 """NumPy's ufuncs on row-sparse arrays: which results stay row-sparse.
 
-Rows that are not there count as zeros. Where a ufunc makes zero of zeros and MXNet keeps the
-result row-sparse, so it is here; everything else is computed on dense forms. Pure; called by
-``RowSparseArray.__array_ufunc__`` alone. The rule was read off what MXNet 1.9.1 returns
+Missing rows are zero. A result is row-sparse where the ufunc of zeros is zero and MXNet keeps the
+result row-sparse; everything else is computed on dense arrays. Pure; only
+``RowSparseArray.__array_ufunc__`` calls it. The rule follows what MXNet 1.9.1 was seen to return
 (``tests/reference/record_arrays.py``).
 """
 
@@ -31,8 +31,8 @@ def computed(
     inputs: Sequence[Any],
     options: dict[str, Any],
 ) -> Any:
-    """Return ``ufunc`` of inputs of which some are of ``kind``; see NEP 13."""
-    # A number of NumPy changes no dtype, like one of Python.
+    """Apply ``ufunc`` to inputs, some of them of class ``kind``; see NEP 13."""
+    # NumPy's numbers become Python's, which do not change the dtype of a result.
     inputs = [each.item() if isinstance(each, np.generic) else each for each in inputs]
     is_plain = method == "__call__" and not set(options) - {"out"}
     outs: tuple[Any, ...] = options.get("out", ())
@@ -75,7 +75,7 @@ def _change_rows(ufunc: np.ufunc, dense: Any, rows: RowSparseArray) -> None:
 def _rows_of(
     kind: type[RowSparseArray], ufunc: np.ufunc, inputs: Sequence[Any]
 ) -> RowSparseArray | None:
-    """Return the result, where it is row-sparse."""
+    """Return the result if it is row-sparse, else None."""
     first, *others = inputs
     if not others:
         is_kept = ufunc in _OF_ONE and isinstance(first, kind)
@@ -102,7 +102,7 @@ def _with_values(array: RowSparseArray, compute: Any) -> RowSparseArray:
 def _of_both(ufunc: np.ufunc, one: RowSparseArray, other: RowSparseArray) -> RowSparseArray:
     """Combine two arrays row by row; missing rows count as zeros."""
     ids = union_of([one.ids, other.ids])
-    # The one with a class of its own says of which class the result is.
+    # If one class is a subclass of the other, the result is of the subclass.
     lead = other if issubclass(type(other), type(one)) else one
     return lead.like(ids, ufunc(_spread(one, ids), _spread(other, ids)))
 
@@ -122,7 +122,7 @@ def _dense_of(
     inputs: Sequence[Any],
     options: dict[str, Any],
 ) -> Any:
-    """Return the result of the dense forms, in ``out`` if it is dense."""
+    """Compute the result from dense arrays, in ``out`` if that is dense."""
     dense = [each.dense_operand() if isinstance(each, kind) else each for each in inputs]
     outs = options.get("out", ())
     given = {name: value for name, value in options.items() if name != "out"}

@@ -1,9 +1,9 @@
 """``RowSparseArray``: some rows of a large array; all others are zero.
 
-What stores take and fill. It knows no store, and its arithmetic is NumPy's (``arithmetic.py``).
-Not for several threads at once. Source of the idea and of some names: ``RowSparseNDArray`` of MXNet
-(python/mxnet/ndarray/sparse.py); here ids may come in any order, and repeatedly. Read next:
-``convert.py``, which makes them from sparse matrices and tensors of other libraries.
+Stores accept and fill such arrays. This module does not know stores; its arithmetic is NumPy's
+(``arithmetic.py``). Only one thread at a time may use an array. Source of the idea and of some
+names: ``RowSparseNDArray`` of MXNet (python/mxnet/ndarray/sparse.py); here ids may be unsorted and
+repeated. Read next: ``convert.py``, which converts other libraries' sparse matrices and tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.sparse.sums import sum_repeated
 Self = TypeVar("Self", bound="RowSparseArray")
 
 _MOST_ROOM = 2
-"""Memory that grows is made this many times as large as needed, for what comes next."""
+"""Memory is reused if it is at most this many times as large as needed."""
 
 
 class RowSparseArray(NDArrayOperatorsMixin):
@@ -40,13 +40,13 @@ class RowSparseArray(NDArrayOperatorsMixin):
 
     ``indices`` are the ids of the rows: an array of any integer dtype, or a list of ints; kept
     as int64, flat. ``values`` is an array of any library, of shape ``(number of ids,
-    *shape[1:])``. An id that stands several times means the sum of its rows. NumPy's arrays are
-    kept as they are, without a copy, and so are the caller's; those of other libraries are
-    brought to the host.
+    *shape[1:])``. If an id is repeated, its row is the sum of the rows given for it. NumPy
+    arrays are kept without a copy and remain the caller's; arrays of other libraries are
+    copied to the host if they are not there.
 
-    NumPy's ufuncs and operators take it. Sums, differences and products of two, and products and
-    quotients with a number, are row-sparse again; all else gives dense arrays, as in MXNet.
-    ``dense += rows`` touches these rows only, ``rows += other`` changes ``rows`` itself.
+    NumPy's ufuncs and operators accept it. The sum, difference or product of two such arrays is
+    row-sparse, and so is the product or quotient with a number; most others are dense, as in
+    MXNet. ``dense += rows`` changes these rows only, ``rows += other`` changes ``rows`` itself.
 
     Raises ``ArgumentTypeError`` for ids that are not integers and values that are not an array,
     ``ArgumentValueError`` for ids out of range, ``ValueMismatchError`` for values of another
@@ -55,7 +55,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
 
     __slots__ = ("_indices", "_room", "_shape", "_values")
 
-    # As keys of dicts and in sets they go by identity, though == compares elements.
+    # Dicts and sets distinguish these arrays by identity, though == compares elements.
     __hash__ = object.__hash__
 
     stype: ClassVar[str] = "row_sparse"
@@ -67,17 +67,17 @@ class RowSparseArray(NDArrayOperatorsMixin):
         check_dtype(adapter.dtype(values))
         self._indices, self._values = self._checked(indices, adapter.to_host(values))
         self._room: np.ndarray[Any, Any] | None = None
-        """Memory of its own, in which ``values`` may lie."""
+        """Memory that the array itself allocated; ``values`` may be a slice of it."""
 
     @classmethod
     def zeros(cls, shape: Iterable[int], dtype: Any = np.float32) -> RowSparseArray:
-        """Return an array of which no row is there: all zero."""
+        """Return an array without stored rows: all rows are zero."""
         shape = _checked_shape(shape)
         return cls([], np.empty((0, *shape[1:]), dtype), shape)
 
     @classmethod
     def from_dense(cls, array: Array) -> RowSparseArray:
-        """Return copies of the rows of an array that are not all zero; NaN is not zero."""
+        """Return copies of an array's rows that are not all zero; NaN is not zero."""
         host = adapter_for(array).to_host(array)
         if host.ndim == 0:
             raise ValueMismatchError(
@@ -100,12 +100,12 @@ class RowSparseArray(NDArrayOperatorsMixin):
 
     @property
     def values(self) -> np.ndarray[Any, Any]:
-        """The rows, shape (n, \\*shape[1:]): the array's own memory."""
+        """The rows, shape (n, \\*shape[1:]), without a copy."""
         return self._values
 
     @property
     def data(self) -> Any:
-        """MXNet's name of ``values``."""
+        """The same as ``values``, by its name in MXNet."""
         return self._values
 
     @property
@@ -121,12 +121,12 @@ class RowSparseArray(NDArrayOperatorsMixin):
 
     @property
     def nbytes(self) -> int:
-        """The size of ids and values."""
+        """The size of ids and values in bytes."""
         return self._indices.nbytes + self._values.nbytes
 
     @property
     def is_unique(self) -> bool:
-        """Whether the ids are sorted, and each there once."""
+        """Whether the ids are sorted and distinct."""
         return is_increasing(self._indices)
 
     def __repr__(self) -> str:
@@ -135,9 +135,9 @@ class RowSparseArray(NDArrayOperatorsMixin):
     # -- other forms ---------------------------------------------------------------------
 
     def unique(self: Self) -> Self:
-        """Return sorted, distinct ids: rows of one id are added, in their order.
+        """Return an array with sorted, distinct ids; add the rows of each id in order.
 
-        The array itself if it is so already. Sums of 16-bit floats are made in float32.
+        If ``is_unique``, return the array itself. Sums of 16-bit floats are made in float32.
         """
         if self.is_unique:
             return self
@@ -146,11 +146,11 @@ class RowSparseArray(NDArrayOperatorsMixin):
         return self.like(ids, values.reshape(len(ids), *self._shape[1:]))
 
     def copy(self: Self) -> Self:
-        """Return a copy in memory of its own."""
+        """Return a copy that shares no memory with this array."""
         return self.like(self._indices.copy(), self._values.copy())
 
     def like(self: Self, ids: Ids, values: np.ndarray[Any, Any]) -> Self:
-        """Return other rows of an array of this shape and class, without a copy."""
+        """Return an array of this shape and class with other rows, without a copy."""
         return type(self)(ids, values, self._shape)
 
     def to_dense(self) -> np.ndarray[Any, Any]:
@@ -161,7 +161,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
         return dense
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
-        """MXNet's name of ``to_dense``."""
+        """Return ``to_dense()``; this is its name in MXNet."""
         return self.to_dense()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
@@ -170,7 +170,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
         )
 
     def dense_operand(self) -> Any:
-        """Return ``to_dense`` in the class of dense results."""
+        """Return ``to_dense()`` as an array of the class that dense results have."""
         return self.to_dense()
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
@@ -180,22 +180,22 @@ class RowSparseArray(NDArrayOperatorsMixin):
     # -- for the stores ------------------------------------------------------------------
 
     def assign(self, indices: Array | Iterable[int], values: Array) -> None:
-        """Replace the rows by these, cast to the array's dtype; others are zero.
+        """Replace all stored rows by these, cast to the array's dtype.
 
-        Both are copied: into memory of earlier ``values`` where it has room. Raises what the
-        constructor does; then nothing has changed.
+        Both arguments are copied, into the memory of earlier ``values`` where it has room. Raises
+        what the constructor raises, and then changes nothing.
         """
         ids, rows = self._checked(indices, adapter_for(values).to_host(values))
         with np.errstate(all="ignore"):
             np.copyto(self.room_for(ids), rows, casting="unsafe")
 
     def room_for(self, ids: Ids) -> np.ndarray[Any, Any]:
-        """Set the ids (copied), and return the memory of the rows to be filled.
+        """Copy these ids, and return memory that the caller fills with their rows.
 
         The ids must be in range.
 
-        C-contiguous, and that of the present values where these are as many, or of earlier ones
-        that came here, since fresh memory costs more than what is written to it.
+        The memory is C-contiguous. Memory of present or earlier values is reused if it fits,
+        since fresh memory costs more time than writing the rows.
         """
         shape = (len(ids), *self._shape[1:])
         if self._values.shape != shape or not self._values.flags.carray:

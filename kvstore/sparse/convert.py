@@ -1,6 +1,6 @@
 """Convert SciPy's sparse matrices and PyTorch's sparse tensors to row-sparse.
 
-They are recognised by their classes and asked by their own methods, so neither library is
+They are recognised by their classes and read through their own methods, so neither library is
 imported here. Pure; any thread may call. Read next: ``sums.py``.
 """
 
@@ -20,7 +20,7 @@ from kvstore.sparse.sums import sum_repeated
 _TORCH_LAYOUTS = ("torch.sparse_coo", "torch.sparse_csr")
 
 _libraries: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
-"""By class, as long as there is the class: every value of a call is asked."""
+"""The library of each class seen so far, since every value of each call is looked up."""
 
 
 def is_row_sparse(value: object) -> bool:
@@ -37,10 +37,10 @@ def is_row_sparse(value: object) -> bool:
 def row_sparse(value: Any) -> RowSparseArray:
     """Return a sparse value as a ``RowSparseArray``, without a copy if it is one.
 
-    Of a matrix with single elements (SciPy's, or a tensor whose rows are sparse too), the rows
-    that hold any are taken whole. A tensor may stand on a GPU, and repeat ids, as gradients of
-    ``torch.nn.Embedding(sparse=True)`` do. May share memory with ``value``. Raises
-    ``ArgumentTypeError`` for layouts that are not by rows.
+    If ``value`` stores single elements (a SciPy matrix, or a tensor with several sparse
+    dimensions), each row that has any is taken whole. A tensor may be on a GPU, and may repeat
+    ids, as gradients of ``torch.nn.Embedding(sparse=True)`` do. The result may share memory with
+    ``value``. Raises ``ArgumentTypeError`` for a SciPy array without two dimensions.
     """
     if isinstance(value, RowSparseArray):
         return value
@@ -49,7 +49,7 @@ def row_sparse(value: Any) -> RowSparseArray:
 
 
 def _library_of(kind: type) -> str | None:
-    """Return the library of row-sparse values, or of values that may be."""
+    """Return the library of a class whose values are or may be row-sparse, else None."""
     if kind not in _libraries:
         _libraries[kind] = _library_by_name(kind)
     return _libraries[kind]
@@ -82,7 +82,7 @@ def _from_torch(tensor: Any) -> RowSparseArray:
         plain = plain.to_sparse_coo()
     shape = tuple(plain.shape)
     if plain.sparse_dim() == 1:
-        # The attributes with an underscore are there for tensors whose ids repeat.
+        # PyTorch's indices() and values() refuse tensors whose ids may repeat.
         return RowSparseArray(plain._indices()[0], plain._values(), shape)
     indices, elements = _summed(plain)
     if not len(elements):
@@ -95,10 +95,10 @@ def _from_torch(tensor: Any) -> RowSparseArray:
 
 
 def _summed(tensor: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Sum elements of equal indices; return sorted indices, a column each, and sums.
+    """Sum elements of equal indices; return sorted indices, in columns, and sums.
 
-    Of repeated places the elements are added in the order they stand, as rows of one id are:
-    PyTorch's ``coalesce`` would add 16-bit floats in 16 bits.
+    Elements of one index are added in their order, as rows of one id are. PyTorch's ``coalesce``
+    would add 16-bit floats in 16 bits.
     """
     places, values = tensor._indices(), tensor._values()
     indices = adapter_for(places).to_host(places)

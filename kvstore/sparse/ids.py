@@ -1,8 +1,8 @@
 """Check the row ids that callers pass, as flat int64 in range.
 
-Ids are integers, and exact up to 2**63 - 1. Floats are taken only where each of them can be told
-from its neighbours: whole numbers below the largest up to which the dtype has all of them (2**24
-for float32, as for float64, so that a script behaves alike with both). Pure; any thread may call.
+Ids are integers, and exact up to 2**63 - 1. Floats are accepted only if they are whole numbers that
+cannot have been rounded: below 2**24 for float32, 2**11 for float16 and 2**8 for bfloat16. The
+limit of float64 is 2**24 too, so that a script behaves alike with both. Pure; any thread may call.
 Read next: ``array.py``.
 """
 
@@ -30,11 +30,11 @@ _MOST_ROWS = 2**63
 
 
 def checked_ids(ids: object, num_rows: int, owner: str) -> Ids:
-    """Return the ids as flat int64, in the caller's order, repeated ones kept.
+    """Return the ids as flat int64, in the caller's order, with repetitions.
 
     ``ids`` is an array of any library and any shape, or an int, or a list of ints. ``owner`` has
-    ``num_rows`` rows and is named in errors. The result may share the memory of ``ids`` and is
-    only to be read. Raises ``ArgumentTypeError`` for what is not an integer, ``ArgumentValueError``
+    ``num_rows`` rows and is named in errors. The result may share the memory of ``ids``; do not
+    write to it. Raises ``ArgumentTypeError`` for ids that are not integers, ``ArgumentValueError``
     for ids out of range.
     """
     if isinstance(ids, (list, tuple, range, *_INTEGERS)):
@@ -66,19 +66,19 @@ def check_num_rows(num_rows: int) -> None:
 
 
 def is_increasing(ids: Ids) -> bool:
-    """Return whether ids are sorted, and each there once."""
+    """Return whether ids are sorted and distinct."""
     return bool((ids[1:] > ids[:-1]).all())
 
 
 def unique_ids(ids: Ids) -> Ids:
-    """Return the different ids, sorted; ``ids`` itself if it is that already."""
-    # numpy.unique of NumPy 2.3 and later hashes, at ten times the price.
+    """Return the distinct ids, sorted; ``ids`` itself if they are already."""
+    # numpy.unique of NumPy 2.3 and later hashes, which takes ten times as long.
     return ids if is_increasing(ids) else _different(np.sort(ids))
 
 
 def union_of(several: Sequence[Ids]) -> Ids:
-    """Return the different ids of sorted arrays, sorted."""
-    # Stable, since that is a merge where sorted stretches follow each other.
+    """Return the distinct ids of several sorted arrays, sorted."""
+    # A stable sort merges sorted stretches that follow each other.
     return _different(np.sort(np.concatenate(several), kind="stable"))
 
 
@@ -87,13 +87,13 @@ def _different(ordered: Ids) -> Ids:
 
 
 def sorted_with_places(ids: Ids) -> tuple[Ids, Ids]:
-    """Return the ids in order, and their old positions; a stable sort.
+    """Sort ids, stably; return them and their old positions.
 
-    Not negative, and at least one.
+    The ids must not be negative, and there must be at least one.
     """
     num_bits = max(len(ids) - 1, 1).bit_length()
     if int(ids.max()) >> (63 - num_bits) == 0:
-        # One sort of both together, which need not be stable, is much faster than argsort.
+        # Sorting id and position as one number is much faster than argsort.
         both = (ids << num_bits) | np.arange(len(ids))
         both.sort()
         return both >> num_bits, both & ((1 << num_bits) - 1)
@@ -102,7 +102,7 @@ def sorted_with_places(ids: Ids) -> tuple[Ids, Ids]:
 
 
 def starts_of(ordered: Ids) -> Ids:
-    """Return where each of the different ids begins in a sorted array of at least one."""
+    """Return where each distinct id begins in a sorted array that is not empty."""
     is_new = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
     return np.flatnonzero(is_new)

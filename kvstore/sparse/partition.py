@@ -1,13 +1,13 @@
 """Map the rows of a key to its parts.
 
-**Row-sparse keys**: rows are dealt out in turn. Row r is row r // n of part r % n, of n parts; so
-every part has as many rows as any other, give or take one, and so it is with rows that are touched
-often, which in most tables follow each other (``docs/decisions/0020-rows-over-servers.md``).
+**Row-sparse keys**: rows are dealt out in turn. With n parts, row r is row r // n of part r % n.
+So all parts have the same number of rows, give or take one. This spreads the rows that are used
+often too, since their ids mostly follow each other (``docs/decisions/0020-rows-over-servers.md``).
 
 **Dense keys** are cut into parts by bytes, whatever their rows (``kvstore/protocol/placement.py``).
-Here such a part is seen as rows: up to one piece of a row at each end, whole rows between. Updates
-are made element by element, so each of the three is a small table of its own. Pure; memory is the
-caller's. Read next: ``payload.py``, ``update.py``.
+This module treats such a part as rows: at most one piece of a row at each end, and whole rows
+between them. Updates work element by element, so each of the three is updated as a small table.
+Pure; memory is the caller's. Read next: ``payload.py``, ``update.py``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvstore.sparse.update import assign, update_all, update_lazily
 
 
 class Share(NamedTuple):
-    """The share of one part in a list of ids."""
+    """The ids in a list that belong to one part."""
 
     at: Any
-    """An index of their places among the ids: a slice, or an array."""
+    """The positions of these ids in the list: a slice, or an array."""
     ids: Ids
-    """They themselves, as the part numbers its rows; sorted if the ids are."""
+    """The ids as the part numbers its rows; sorted if the list is."""
     is_all: bool = False
-    """Whether these are all rows that the part can have."""
+    """Whether these are all rows of the part."""
 
 
 class Stripes(NamedTuple):
@@ -50,7 +50,7 @@ class Stripes(NamedTuple):
         n = self.num_parts
         if n == 1:
             return [Share(slice(None), ids, len(ids) == self.num_rows)]
-        if len(ids) == self.num_rows:  # all, since they are different
+        if len(ids) == self.num_rows:  # all rows, since ids are distinct
             return [Share(slice(p, None, n), np.arange(self.rows_of(p)), True) for p in range(n)]
         rows, parts = np.divmod(ids, n)
         shares = []
@@ -60,12 +60,12 @@ class Stripes(NamedTuple):
         return shares
 
     def ids_of(self, part: int, rows: Ids) -> Ids:
-        """Return the ids of rows that a part numbers itself."""
+        """Return the key's row ids for the part's own row numbers."""
         return rows if self.num_parts == 1 else rows * self.num_parts + part
 
 
 class RowSegment(NamedTuple):
-    """Rows [first, stop) of a part, of one width: its elements from ``start`` on."""
+    """Rows [first, stop) of a part, all of one width, from element ``start`` on."""
 
     first: int
     stop: int
@@ -73,35 +73,35 @@ class RowSegment(NamedTuple):
     width: int
 
     def of(self, array: Flat) -> RowValues:
-        """Return these rows of an array of the part's elements, sharing its memory."""
+        """Return a view of these rows of an array with the part's elements."""
         num_rows = self.stop - self.first
         return array[self.start : self.start + num_rows * self.width].reshape(num_rows, self.width)
 
 
 class PartRows(NamedTuple):
-    """The values of some rows of a part; of cut rows only the numbers in it."""
+    """The values of some rows of a part; of cut rows, only the numbers in the part."""
 
     ids: Ids
-    """Sorted, each once; the row that the part begins in is 0."""
+    """Sorted and distinct; row 0 is the row in which the part begins."""
     values: Flat
-    """One after the other."""
+    """The numbers of all these rows, one row after the other."""
 
 
 class Cut(NamedTuple):
-    """A part of a key, whose rows have ``width`` numbers (at least one)."""
+    """A part of a dense key whose rows have ``width`` numbers (at least one)."""
 
     num_elements: int
     width: int
     skip: int
-    """How many numbers of its first row lie before the part."""
+    """How many numbers of its first row are before the part."""
 
     @property
     def num_rows(self) -> int:
-        """The rows of which the part has any number."""
+        """How many rows have at least one number in the part."""
         return -(-(self.skip + self.num_elements) // self.width)
 
     def trim(self, ids: Ids) -> tuple[int, int]:
-        """Return how many numbers of the first and last row are outside of the part."""
+        """Return how many numbers of the first and last id's row are outside the part."""
         if not len(ids):
             return 0, 0
         behind = self.num_rows * self.width - self.skip - self.num_elements
@@ -130,7 +130,7 @@ class Cut(NamedTuple):
             yield RowSegment(stop, num_rows, start, self.num_elements - start)
 
     def within(self, rows: PartRows, segment: RowSegment) -> Contribution:
-        """Return the part of these rows in a segment, with its own row numbers."""
+        """Return those of the rows that are in a segment, numbered from its first row."""
         low, high = map(int, np.searchsorted(rows.ids, (segment.first, segment.stop)))
         start = low * self.width - (self.trim(rows.ids)[0] if low else 0)
         values = rows.values[start : start + (high - low) * segment.width]
@@ -148,9 +148,9 @@ def update_part(
     count: int,
     workspace: Workspace,
 ) -> None:
-    """Merge the sum of contributions into a part: some rows of it, or all elements.
+    """Update a part with the sum of contributions, each of some rows or all elements.
 
-    Without an optimizer the sum is the whole new value: rows that are not in it are zero.
+    Without an optimizer the sum becomes the value, and rows that are not in it become zero.
     """
     for segment in cut.segments():
         total = Sum([_within(cut, each, segment) for each in contributions])
@@ -165,12 +165,12 @@ def update_part(
 
 
 def read_part(cut: Cut, weight: Flat, ids: Ids, out: Flat) -> None:
-    """Copy the values of rows into ``out``, which has ``cut.elements(ids)``."""
+    """Copy the values of rows into ``out``, an array of ``cut.elements(ids)`` numbers."""
     wanted = PartRows(ids, out)
     for segment in cut.segments():
         mine = cut.within(wanted, segment)
         if len(mine.ids):
-            # With "raise", NumPy would take the rows into a buffer of its own first.
+            # With "raise", NumPy would copy the rows to a temporary buffer first.
             segment.of(weight).take(mine.ids, axis=0, out=mine.values, mode="clip")
 
 

@@ -1,10 +1,10 @@
 """Encode rows of a part for messages between workers and servers.
 
-A payload is a header of 32 bytes, ids, and values (``docs/wire.md``, section 18). Ids travel in 4
-bytes where the part has no larger ones, else in 8. Parts of keys number their rows from 0; a part
-of a table takes any 64-bit ids. ``read_payload`` checks all that the bytes alone can tell: a
-contradiction is a ``ProtocolError``. Pure; nothing is copied that need not be. Read next:
-``partition.py``: what the rows of a part are.
+A payload is a header of 32 bytes, ids, and values (``docs/wire.md``, section 18). An id has 4
+bytes if all ids of the part fit, else 8. Parts of keys number their rows from 0; a share of a
+table has any 64-bit ids. ``read_payload`` checks all that can be checked without the part, and
+raises ``ProtocolError``. Pure; values are not copied. Read next: ``partition.py``, which defines
+the rows of a part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pslite.errors import unexpected
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 ROWS_FORM = 1
-"""The ``form`` of exchanges whose payloads are these."""
+"""The ``form`` of exchanges that carry these payloads."""
 
 HEADER_BYTES = 32
 _HEADER = struct.Struct("<BBHIQQQ")
@@ -37,13 +37,13 @@ class RowPayloadKind(enum.IntEnum):
     ROWS = 1
     """These rows have these values."""
     ALL = 2
-    """All rows, without their ids, have these values."""
+    """All rows have these values; ids are not sent."""
     WANTED = 3
-    """The values of these rows are wanted, without their ids; a table makes missing rows."""
+    """Asks for the values of these rows, not their ids; a table creates missing rows."""
     HELD = 4
-    """Of the ``num_rows`` rows from ``offset`` on, those that are there are wanted, with ids."""
+    """Asks for the stored rows among ``num_rows`` rows from ``offset`` on, with their ids."""
     LOOK = 5
-    """As ``WANTED``, of a table that is not to change."""
+    """As ``WANTED``, but a table does not change."""
 
 
 _WITH_IDS = frozenset({RowPayloadKind.ROWS, RowPayloadKind.WANTED, RowPayloadKind.LOOK})
@@ -57,15 +57,15 @@ class RowPayload(NamedTuple):
     width: int
     """Numbers in a row."""
     offset: int
-    """How many numbers of the first row lie before the part; with ``HELD`` a row."""
+    """How many numbers of the first row are before the part; with ``HELD``, the first row."""
     ids: Ids
-    """Empty for kinds without; in any order."""
+    """In any order; empty for kinds without ids."""
     values: Bytes
-    """The memory of the payload itself."""
+    """A view of the payload's memory."""
 
 
 def id_bytes_for(num_rows: int) -> int:
-    """Return the bytes in which an id of a part with this many rows is sent."""
+    """Return how many bytes an id takes in a payload of a part with this many rows."""
     return 4 if num_rows <= _SHORT_IDS else 8
 
 
@@ -87,7 +87,7 @@ def write_payload(
 
     The memory has ``payload_bytes`` bytes.
 
-    ``ids`` is empty for kinds without.
+    ``ids`` is empty for kinds without ids.
     """
     size = id_bytes if len(ids) else 0
     memory[:HEADER_BYTES] = np.frombuffer(
@@ -102,7 +102,7 @@ def write_payload(
 
 
 def read_payload(memory: Bytes) -> RowPayload:
-    """Parse the output of ``write_payload``, checked without knowing the part."""
+    """Parse and check the output of ``write_payload``; the part need not be known."""
     if len(memory) < HEADER_BYTES:
         raise unexpected(f"a header of {HEADER_BYTES} bytes before rows", memory.tobytes())
     number, size, *unused, count, width, offset = _HEADER.unpack(memory[:HEADER_BYTES].tobytes())

@@ -1,10 +1,10 @@
-"""``RowMemory``: rows by place, and the states that an optimizer keeps for them.
+"""``RowMemory``: numbered places for rows, and the optimizer's states for them.
 
-What row-sparse keys (``table.py``) and shares of growing tables (``tables/shard.py``) hold alike.
-They differ in how an id finds the place of its row, and in what a row is that is not there. Values
-and states are 2-D arrays with a row in the same place of each, in memory that the system gives
-when it is touched. States are made when they are first asked for. Pure; one thread at a time. Read
-next: ``update.py``.
+Row-sparse keys (``table.py``) and shares of growing tables (``tables/shard.py``) both store their
+rows in it. They differ in how they find the place of an id, and in the value of a missing row.
+Values and states are 2-D arrays; a row has the same place in each. The system provides their memory
+when it is first touched. States are created at their first use. Pure; one thread at a time may
+use one. Read next: ``update.py``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvstore.sparse.update import assign, over_cores, update_lazily
 
 
 class RowMemory:
-    """Rows of ``width`` numbers at indices below ``len(values)``."""
+    """Rows of ``width`` numbers at places below ``len(values)``."""
 
     def __init__(self, num_places: int, width: int, dtype: np.dtype[Any]) -> None:
         self.width = width
         self.values: RowValues = np.zeros((num_places, width), dtype)
         self.optimizer: Optimizer | None = None
         self.count = 0
-        """How many updates the optimizer has made: what its schedule and corrections go by."""
+        """How many updates the optimizer has made; its schedule and corrections use this."""
         self._states: tuple[RowValues, ...] | None = None
 
     @property
     def states(self) -> tuple[RowValues, ...]:
-        """As ``values``, one for each of the optimizer's arrays."""
+        """The optimizer's state arrays, each of the shape of ``values``."""
         if self._states is None:
             if self.optimizer is None:
                 return ()
@@ -46,31 +46,31 @@ class RowMemory:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of values and states."""
+        """The size of values and states in bytes."""
         return sum(array.nbytes for array in (self.values, *(self._states or ())))
 
     def held(self) -> Any:
-        """Return an index of the places that have rows, as far as that is known."""
+        """Return a slice or mask that selects the places that hold rows, or all places."""
         return slice(None)
 
     def grow(self, num_places: int) -> None:
-        """Make room for this many places, more than before."""
+        """Make room for this many places, which must be more than before."""
         before = len(self.values)
         self.values = grown(self.values, num_places)
         states = self._states or ()
         for at in range(len(states)):
-            # One after the other, so that the old memory of only one is still there.
+            # One at a time, so that the old memory of only one array is still in use.
             states = (*states[:at], grown(states[at], num_places), *states[at + 1 :])
             self._states = states
         self._begin_states(slice(before, None), is_zero=True)
 
     def begin(self, places: Ids, values: RowValues) -> None:
-        """Put new rows at different places, with states as they begin."""
+        """Put new rows at distinct places, with initial states."""
         self.values[places] = values
         self._begin_states(places, is_zero=False)
 
     def _begin_states(self, places: Any, *, is_zero: bool) -> None:
-        """Set the states of rows to their start; ``is_zero``: they are all zero."""
+        """Set initial states; ``is_zero``: the states at these places are zero now."""
         if self.optimizer is None or not self._states:
             return
         if not _begins_at_zero(self.optimizer):
@@ -85,10 +85,10 @@ class RowMemory:
                 self._states[-1][places] = self.values[places]
 
     def restore(self, places: Ids, values: RowValues | None, states: Sequence[RowValues]) -> None:
-        """Set different rows from a file; without ``values`` they keep theirs.
+        """Set rows at distinct places from a file; without ``values`` they keep theirs.
 
-        ``states`` may be none, or all but the master, which is set to the values wherever it does
-        not round to them.
+        ``states`` may be empty, or lack the master weights. Master weights are set to the values
+        wherever they do not round to them.
         """
         if values is not None:
             self.values[places] = values
@@ -102,9 +102,9 @@ class RowMemory:
             master[places] = rows
 
     def read_places(self, places: Ids, out: RowValues) -> None:
-        """Copy rows to ``out``, C-contiguous and of the same dtype.
+        """Copy rows to ``out``, which is C-contiguous and of the same dtype.
 
-        All cores take part if there are many rows.
+        If there are many rows, all cores share the work.
         """
 
         def take(_: int, start: int, stop: int) -> None:
@@ -116,22 +116,22 @@ class RowMemory:
             over_cores(len(places), self.width, take)
 
     def assign(self, places: Ids, total: Sum, workspace: Workspace) -> None:
-        """Set the rows at different places to those of a sum."""
+        """Set the rows at distinct places to the rows of a sum."""
         assign(self.values, places, total, workspace)
 
     def update_lazily(
         self, places: Ids, total: Sum, optimizer: Optimizer, workspace: Workspace
     ) -> None:
-        """Update the rows at different places, and no others.
+        """Update the rows at distinct places, and no others.
 
-        ``optimizer`` is the one that is set, as it is for this key.
+        ``optimizer`` is the optimizer that was set, perhaps adapted to this key.
         """
         states, count = self.states, self.count + 1
         update_lazily(self.values, states, places, total, optimizer, count, workspace)
         self.count = count
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Update by this one from now on: of the same class it keeps states and count."""
+        """Use this optimizer from now on; if its class is the same, keep states and count."""
         previous = self.optimizer
         if optimizer is previous:
             return
@@ -150,12 +150,12 @@ class RowMemory:
         self.optimizer, self._states, self.count = optimizer, states, count
 
     def _fresh(self, optimizer: Optimizer) -> tuple[RowValues, ...]:
-        """Return the states of all places, as they begin."""
+        """Return initial states for all places."""
         shape, dtype = self.values.shape, self.values.dtype
         if not _begins_at_zero(optimizer):
             states = create_state(optimizer, self.values.reshape(-1))
             return tuple(state.reshape(shape) for state in states)
-        # Memory that the system gives when it is touched, unlike that of zeros_like.
+        # The system provides memory of zeros when it is touched, unlike that of zeros_like.
         fresh = [np.zeros(shape, accumulation_dtype(dtype)) for _ in state_names(optimizer, dtype)]
         if has_master(dtype):
             held = self.held()
@@ -169,7 +169,7 @@ def _begins_at_zero(optimizer: Optimizer) -> bool:
 
 
 def grown(rows: RowValues, num_places: int) -> RowValues:
-    """Return a copy with room for this many rows; new rows are zero."""
+    """Return a copy that has this many rows; new rows are zero."""
     copy = np.zeros((num_places, *rows.shape[1:]), rows.dtype)
     copy[: len(rows)] = rows
     return copy

@@ -1,13 +1,14 @@
 """Sum row-sparse contributions in a fixed order: the arithmetic of every store.
 
-**Order.** First the rows of one id within a contribution, left to right; then contributions, left
-to right: what adding the dense arrays would give, to the last bit, signs of zeros included.
-Where the rows lie, and in which blocks they are worked on, changes no bit.
+**Order.** Within a contribution, the rows of one id are added from left to right. Then the
+contributions are added from left to right. The result equals that of adding the dense arrays to
+the last bit, including the signs of zeros. The order of the rows in memory and the size of blocks
+do not change a bit.
 
-**How.** Ids are made unique and sorted once for each contribution. For 50,000 ids of rows of 64
-floats, NumPy's ``add.reduceat`` takes five times as long as what is done here, and neither adds
-in order nor takes the same order for all widths; ``add.at`` takes four times as long. No I/O, no
-threads. Read next: ``update.py``.
+**How.** The ids of each contribution are sorted and made unique once. For 50,000 ids of rows of 64
+floats, NumPy's ``add.reduceat`` takes five times as long as this module; it does not add in order,
+and its order depends on the width. ``add.at`` takes four times as long. No I/O, no threads. Read
+next: ``update.py``.
 """
 
 from __future__ import annotations
@@ -28,36 +29,39 @@ RowValues = np.ndarray[Any, Any]
 _NO_IDS: Ids = np.empty(0, np.int64)
 
 _FEW = 32
-"""Up to this many rows of one id are added step by step, each step for all ids; more, id by id."""
+"""The first rows of each id, up to this many, are added for all ids at once; more, id by id."""
 
 
 class Contribution(NamedTuple):
-    """The contribution of one device or worker: sorted different ids and their rows."""
+    """The rows of one device or worker, with sorted, distinct ids."""
 
     ids: Ids
     values: RowValues
 
 
 class Picked(NamedTuple):
-    """A contribution whose rows still stand where its caller has them."""
+    """A contribution that refers to rows in the caller's array."""
 
     ids: Ids
-    """Each there once; sorted for row-sparse keys."""
+    """Distinct; sorted for row-sparse keys."""
     values: RowValues
     at: Ids | None = None
-    """The row of ``values`` for each id; None where they stand in this order."""
+    """For each id the index of its row in ``values``; None if the rows are in this order."""
     repeated: Ids = _NO_IDS
-    """The places of ids that came several times, sorted: their rows are ``sums``."""
+    """The sorted positions in ``ids`` of repeated ids; ``sums`` has their rows."""
     sums: RowValues = np.empty((0, 0))
 
     def take(self, share: Any, out: RowValues) -> None:
-        """Set ``out``, contiguous, to the rows at some places: a slice, or a sorted array."""
+        """Copy the rows at positions ``share`` (a slice or sorted array) to ``out``.
+
+        ``out`` is contiguous.
+        """
         rows = share if self.at is None else self.at[share]
         if isinstance(rows, slice) or self.values.dtype != out.dtype:
             with np.errstate(all="ignore"):
                 np.copyto(out, self.values[rows], casting="unsafe")
         elif len(out):
-            # With "raise", NumPy would take the rows into a buffer of its own first.
+            # With "raise", NumPy would copy the rows to a temporary buffer first.
             np.take(self.values, rows, axis=0, out=out, mode="clip")
         if not len(self.repeated):
             return
@@ -67,7 +71,7 @@ class Picked(NamedTuple):
         out[found[is_there]] = self.sums[is_there]
 
     def whole(self) -> Contribution:
-        """Return whole rows in order; the caller's own array if it has them so."""
+        """Return the rows in the order of the ids, without a copy if they already are."""
         if self.at is None:
             return Contribution(self.ids, self.values)
         rows = self.values[self.at]
@@ -77,9 +81,10 @@ class Picked(NamedTuple):
 
 
 def pick(ids: Ids, values: RowValues) -> Picked:
-    """Return rows as a contribution; those of one id are added in their order.
+    """Return rows as a contribution; add the rows of each id in their order.
 
-    In the accumulation dtype, rounded once to the dtype of ``values``. Copies no others.
+    They are added in the accumulation dtype and rounded once to the dtype of ``values``. Other
+    rows are not copied.
     """
     if is_increasing(ids):
         return Picked(ids, values)
@@ -102,7 +107,7 @@ def sum_repeated(ids: Ids, values: RowValues) -> Contribution:
 
 
 def _sums(values: RowValues, order: Ids, starts: Ids, ends: Ids) -> RowValues:
-    """Return the sums of stretches of at least two rows, each in its order."""
+    """Return the sum of each stretch of at least two rows, added in their order."""
     total: RowValues = values[order[starts]].astype(accumulation_dtype(values.dtype), copy=False)
     longer = np.arange(len(starts))
     for step in range(1, _FEW):
@@ -119,17 +124,17 @@ def _sums(values: RowValues, order: Ids, starts: Ids, ends: Ids) -> RowValues:
 
 
 class Sum:
-    """The sum of contributions of one dtype: its ids at once, its rows block by block."""
+    """The sum of contributions of one dtype; rows are computed block by block."""
 
     def __init__(self, contributions: Sequence[Contribution]) -> None:
-        """At least one contribution; they are only read, and used until the last ``rows``."""
+        """Keep at least one contribution; they must not change until the last ``rows``."""
         self.values = [part.values for part in contributions]
         """The rows of each contribution."""
         self.dtype = accumulation_dtype(self.values[0].dtype)
         self.width: int = self.values[0].shape[1]
         several = [part.ids for part in contributions]
         self.ids = several[0]
-        # ``at``: for each contribution the places of its rows in the sum.
+        # ``at``: for each contribution the positions of its rows in the sum.
         self._is_same = all(np.array_equal(self.ids, ids) for ids in several[1:])
         merged = None if self._is_same else kernels.merge_ids(several)
         if self._is_same:
@@ -147,7 +152,7 @@ class Sum:
     def rows(self, start: int, stop: int, out: RowValues) -> None:
         """Set ``out``, C-contiguous of dtype ``dtype``, to rows [start, stop) of the sum.
 
-        Within ``np.errstate(all="ignore")``. Several threads may call at the same time.
+        Call it within ``np.errstate(all="ignore")``. Several threads may call at the same time.
         """
         if self._is_same:
             add_up([values[start:stop] for values in self.values], out)
@@ -156,9 +161,9 @@ class Sum:
             low, high = np.searchsorted(at, (start, stop))
             put_rows(values[low:high], out, at[low:high] - start)
         if out.dtype.kind in "fc":
-            # Where a contribution lacks the row, its dense form adds 0.0, which -0.0 does not stay.
+            # A contribution without the row adds 0.0 in its dense form, and -0.0 + 0.0 is 0.0.
             np.add(out, out.dtype.type(0), out=out)
-        if self._shared is None:  # two threads may both make it: either will do
+        if self._shared is None:  # if two threads both make it, either object will do
             self._shared = _Shared(self)
         self._shared.rows(start, stop, out)
 
@@ -171,7 +176,7 @@ class Sum:
 
 
 class _Shared:
-    """The rows of a sum that several contributions have, which are added up."""
+    """The rows of a sum to which several contributions add."""
 
     def __init__(self, total: Sum) -> None:
         counts = np.zeros(len(total), np.intp)
@@ -185,16 +190,16 @@ class _Shared:
             (np.searchsorted(self._places, at[rows]), rows)
             for at, rows in zip(total.at, own, strict=True)
         ]
-        """Which of ``_places`` each contribution has, and in which of its rows."""
+        """For each contribution: indices in ``_places``, and the rows that belong there."""
 
     def rows(self, start: int, stop: int, out: RowValues) -> None:
-        """Set those of the rows [start, stop) of the sum, which are ``out``."""
+        """Set the shared rows in ``out``, which has rows [start, stop) of the sum."""
         first, last = map(int, np.searchsorted(self._places, (start, stop)))
         if first == last:
             return
         block = np.zeros((last - first, self._total.width), out.dtype)
         if out.dtype.kind in "fc":
-            # -0.0 + x is x for every x: a sum of nothing but -0.0 stays it.
+            # -0.0 + x is x for every x, so a sum of only -0.0 stays -0.0.
             block[self._is_in_all[first:last]] = -out.dtype.type(0)
         for (numbers, rows), values in zip(self._own, self._total.values, strict=True):
             low, high = np.searchsorted(numbers, (first, last))
@@ -206,7 +211,7 @@ def put_rows(rows: RowValues, array: RowValues, places: Ids) -> None:
     """Set the rows ``places`` of ``array`` to ``rows``, cast to its dtype."""
     is_plain = rows.dtype == array.dtype and rows.flags.c_contiguous and array.flags.c_contiguous
     if is_plain and rows.size:
-        # As single elements, rows are copied in two thirds of the time.
+        # Copying each row as one element takes two thirds of the time.
         whole_row = np.dtype((np.void, rows.shape[1] * rows.itemsize))
         array.view(whole_row)[places] = rows.view(whole_row)
     else:

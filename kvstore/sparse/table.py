@@ -1,15 +1,15 @@
 """``RowTable``: the rows of one key that are present, and their optimizer states.
 
-A row that is not there is zero. What a store in one process holds of a row-sparse key; a server
-can hold its share of the rows the same way, under ids of its own. Values and states are 2-D
-arrays with a row in the same place in each of them (``row_memory.py``):
+A missing row is zero. A store in one process holds a row-sparse key in a ``RowTable``; a server can
+hold its share of the rows the same way, under its own ids. Values and states are 2-D arrays, in
+which a row has the same place (``row_memory.py``). There are two ways to find the place:
 
-* direct: the place is the id. For tables that are wholly there and for those of at most
-  ``DIRECT_BYTES``, whose memory the system gives when a row is touched.
-* by index: places are given out as rows come; a sorted index finds them. The number of rows that
-  the shape speaks of costs nothing then.
+* direct: the place is the id. Used if all rows are about to come, or if all rows have at most
+  ``DIRECT_BYTES``; the system provides memory when a row is touched.
+* by index: each new row gets the next place, and a sorted index finds it. Missing rows take no
+  memory.
 
-Which of the two it is changes no result. The table's owner lets one thread in at a time.
+Results are the same for both. The table's owner lets one thread in at a time.
 Read next: ``kvstore/stores/local/sparse.py``.
 """
 
@@ -36,10 +36,10 @@ DIRECT_BYTES = 1 << 30
 
 
 class RowTable(RowMemory):
-    """The rows of a key of this shape and dtype, none of them there at first."""
+    """The rows of a key of this shape and dtype; at first there are none."""
 
     def __init__(self, spec: KeySpec, *, is_whole: bool = False) -> None:
-        """``is_whole`` says that all rows are about to come."""
+        """Make an empty table; ``is_whole``: all rows are about to come."""
         self.num_rows = spec.shape[0]
         width = width_of(spec.shape)
         row_bytes = max(width * spec.dtype.itemsize, 1)
@@ -50,30 +50,30 @@ class RowTable(RowMemory):
     # -- reading -------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return how many rows are there."""
+        """Return the number of rows present."""
         return self._places.num_used
 
     @property
     def nbytes(self) -> int:
-        """The size of the rows that are there."""
+        """The size in bytes of the rows present."""
         return len(self) * self.width * self.values.itemsize
 
     @property
     def state_bytes(self) -> int:
-        """The size of what the optimizer keeps for these rows."""
+        """The size in bytes of the optimizer's states for these rows."""
         return sum(len(self) * self.width * state.itemsize for state in self._states or ())
 
     def held(self) -> Any:
         return self._places.used()
 
     def ids(self) -> Ids:
-        """Return the rows that are there, sorted; only to be read."""
+        """Return the sorted ids of the rows present; do not write to the result."""
         return self._places.ids()
 
     def read(self, ids: Ids, out: RowValues | None = None) -> RowValues:
-        """Return copies of the rows ``ids``, in this order, repeated where they are.
+        """Return copies of the rows ``ids``, in this order and with repetitions.
 
-        In ``out``, which is C-contiguous and of the table's dtype, or in new memory.
+        They are in ``out``, which is C-contiguous and of the table's dtype, or in new memory.
         """
         if out is None:
             out = np.empty((len(ids), self.width), self.values.dtype)
@@ -84,12 +84,12 @@ class RowTable(RowMemory):
         return out
 
     def read_states(self, ids: Ids) -> list[RowValues]:
-        """Return copies of the states of rows that are there."""
+        """Return copies of the states of these rows, all of them present."""
         places, _ = self._places.look_up(ids)
         return [state[places] for state in self.states]
 
     def dense(self) -> RowValues:
-        """Return all rows: the table's own memory where it holds all, or new memory."""
+        """Return all rows, as the table's own memory (direct) or as a new array."""
         if isinstance(self._places, _Direct):
             return self.values
         out = np.zeros((self.num_rows, self.width), self.values.dtype)
@@ -100,13 +100,13 @@ class RowTable(RowMemory):
     # -- writing -------------------------------------------------------------------------
 
     def replace(self, contributions: Sequence[Contribution], workspace: Workspace) -> None:
-        """Hold the sum of these, and no other rows. Their ids are in range."""
+        """Replace all rows by the sum of contributions, whose ids are in range."""
         total = Sum(contributions)
         self.begin_afresh(keeps_values=len(total) == self.num_rows)
         self.assign(self._add(total.ids), total, workspace)
 
     def begin_afresh(self, *, keeps_values: bool = False) -> None:
-        """Hold no states, and no rows unless they keep their values."""
+        """Drop all states, and all rows unless ``keeps_values``."""
         self._states = None
         if keeps_values:
             return
@@ -120,10 +120,10 @@ class RowTable(RowMemory):
     def update(
         self, contributions: Sequence[Contribution], optimizer: Optimizer, workspace: Workspace
     ) -> None:
-        """Update once with the sum of these as the gradient; see ``update_lazily``.
+        """Update once, with the sum of contributions as the gradient.
 
-        Raises ``NotSupportedError`` where all rows would have to be updated and are not there;
-        then nothing has changed.
+        Raises ``NotSupportedError`` if the optimizer would have to update missing rows; then
+        nothing has changed.
         """
         total = Sum(contributions)
         if optimizer.is_lazy("row_sparse"):
@@ -138,9 +138,9 @@ class RowTable(RowMemory):
         self.count += 1
 
     def merge(self, ids: Ids, values: RowValues | None, states: Sequence[RowValues] | None) -> None:
-        """Set the states, and the values if given, of these sorted rows.
+        """Set the values and states, if given, of rows with these sorted ids.
 
-        Without ``values`` the rows keep theirs, and without ``states`` these begin later.
+        Without ``values`` the rows keep theirs; without ``states``, states do not change.
         """
         places = self._add(ids)
         if states is not None:
@@ -151,7 +151,7 @@ class RowTable(RowMemory):
     # -- inside --------------------------------------------------------------------------
 
     def _add(self, ids: Ids) -> Ids:
-        """Return the places of these rows; new rows are created as zero."""
+        """Return the places of these rows; create missing rows as zeros."""
         places = self._places.add(ids)
         before, needed = len(self.values), self._places.num_places
         if needed > before:
@@ -159,7 +159,7 @@ class RowTable(RowMemory):
         return places
 
     def _check_wholeness(self, optimizer: Optimizer, count: int) -> None:
-        """Check whether an update of all rows may leave out missing rows."""
+        """Check that an update of all rows may leave out missing rows, or create them."""
         is_whole, dtype = len(self) == self.num_rows, self.values.dtype
         if optimizer.scope != "key" and (is_whole or keeps_zero(optimizer, dtype, count)):
             return
@@ -177,7 +177,7 @@ class RowTable(RowMemory):
 
 
 class _Direct:
-    """The place of a row is its id."""
+    """Places that are equal to the ids."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_places = self.num_places_used = num_rows
@@ -185,11 +185,11 @@ class _Direct:
         self.num_used = 0
 
     def look_up(self, ids: Ids) -> tuple[Ids, Mask | None]:
-        """Return the places of rows; those that are not there are zero."""
+        """Return the places of rows; missing rows have places too, with zeros."""
         return ids, None
 
     def used(self) -> Any:
-        """Return an index of the places of rows."""
+        """Return a slice or mask that selects the places that hold rows."""
         return slice(None) if self._is_used is None else self._is_used
 
     def ids(self) -> Ids:
@@ -198,7 +198,7 @@ class _Direct:
         return np.flatnonzero(self._is_used)
 
     def held(self) -> Ids | None:
-        """Return the places of rows, sorted; None for all."""
+        """Return the sorted places that hold rows; None if all do."""
         return None if self._is_used is None else np.flatnonzero(self._is_used)
 
     def add(self, ids: Ids) -> Ids:
@@ -214,7 +214,7 @@ class _Direct:
 
 
 class _Indexed:
-    """Places in the order in which rows came; found in a sorted index."""
+    """Places in the order in which rows were added, with a sorted index of ids."""
 
     def __init__(self) -> None:
         self._ids: Ids = np.empty(0, np.int64)
@@ -227,7 +227,7 @@ class _Indexed:
     num_used = num_places_used = num_places
 
     def look_up(self, ids: Ids) -> tuple[Ids, Mask | None]:
-        """Return the places of rows, and which are missing, or None.
+        """Return the places of rows, and a mask of missing rows, or None.
 
         The place of a missing row is arbitrary.
         """
@@ -240,7 +240,7 @@ class _Indexed:
     def _search(self, ids: Ids) -> Ids:
         if is_increasing(ids):
             return np.searchsorted(self._ids, ids)
-        # A search in order goes through the index once; at random it misses the cache.
+        # A search in sorted order goes through the index once; in another, it misses the cache.
         order = np.argsort(ids)
         at = np.empty(len(ids), np.int64)
         at[order] = np.searchsorted(self._ids, ids[order])
@@ -253,10 +253,10 @@ class _Indexed:
         return self._ids
 
     def held(self) -> None:
-        """Return all indices that were given out."""
+        """Return None: all places hold rows."""
 
     def add(self, ids: Ids) -> Ids:
-        """Return the places of different rows, sorted, which are there from now on."""
+        """Return the places of rows with these sorted, distinct ids; add missing rows."""
         places, absent = self.look_up(ids)
         if absent is None:
             return places

@@ -1,13 +1,13 @@
 """Run optimizers on some rows of a table, on several cores.
 
-One path for every optimizer: a block of rows of the weight and of each state is gathered, updated
-by the optimizer's own dense formula, and written back. Blocks stay in the processor's cache; rows
-that follow each other are updated where they lie. Arrays are 2-D, (rows, numbers in a row), on the
-host, and the caller's. Others may work on other rows meanwhile, with another workspace. Scattered
-rows cost the wait for memory, so they are divided among threads; that changes no bit.
+All optimizers work the same way: gather a block of rows of the weight and of each state, update it
+by the optimizer's own dense formula, and write it back. Blocks stay in the processor's cache; rows
+that follow each other are updated in place. Arrays are 2-D, (rows, numbers in a row), on the
+host, and the caller's. Other threads may work on other rows meanwhile, with another workspace.
+Access to scattered rows mostly waits for memory, so threads share the rows; no bit depends on it.
 
-**Lazy** (``Optimizer.is_lazy``): rows without a gradient stay unchanged, their momentum and decay
-too. **Not lazy**: they are updated with a gradient of zero, and the outcome is that of the dense
+**Lazy** (``Optimizer.is_lazy``): rows without a gradient do not change: no decay, no momentum.
+**Not lazy**: they are updated with a gradient of zero, and the result is that of the dense
 gradient to the last bit. Read next: ``table.py``.
 """
 
@@ -28,17 +28,17 @@ from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.sums import RowValues, Sum, put_rows
 
 _LEAST_ELEMENTS = 1 << 18
-"""Numbers that are worth another thread."""
+"""Work on fewer numbers is not divided further among threads."""
 
 _EACH = 2
-"""Spans for a thread: one that is disturbed leaves some to the others."""
+"""Spans for each thread, so that other threads can take over work from a slow one."""
 
 
 def over_cores(num_rows: int, width: int, work: Callable[[int, int, int], None]) -> None:
-    """Call ``work(number, start, stop)`` in parallel for spans of all rows.
+    """Call ``work(number, start, stop)`` in parallel for spans that cover all rows.
 
-    Numbers are those of the spans, from 0. Returns when all are done; raises what the first
-    has raised.
+    ``number`` counts the spans from 0. Returns when all calls have ended. If calls raise, it
+    raises the error of the first span among them.
     """
     cores = shared()
     step = max(-(-num_rows // (_EACH * cores.num_threads)), _LEAST_ELEMENTS // max(width, 1), 1)
@@ -52,10 +52,10 @@ def over_cores(num_rows: int, width: int, work: Callable[[int, int, int], None])
 
 
 _GRADIENT, _WEIGHT, _SUM, _STATE = 0, 10, 11, 12
-"""Slots of a workspace; ``update_block`` takes the gradient in slot 0, and 1 for itself."""
+"""Slots of a workspace; ``update_block`` expects the gradient in slot 0 and uses slot 1."""
 
 _LAZY_BLOCK = 4 * BLOCK_ELEMENTS
-"""Rows that lie here and there take more calls for a block than whole arrays do."""
+"""Larger than for whole arrays, since scattered rows take more calls for each block."""
 
 
 def update_lazily(
@@ -67,11 +67,11 @@ def update_lazily(
     count: int,
     workspace: Workspace,
 ) -> None:
-    """Update only the rows ``places``, one for each row of ``total``.
+    """Update only the rows ``places`` of ``weight`` and ``state`` with ``total``.
 
-    They are rows of ``weight`` and ``state``.
+    ``places`` has a place for each row of ``total``; they are distinct, in any order. If there
 
-    ``places`` are different ones, in any order. Where there are many, all cores take part.
+    are many, all cores share the work.
     """
 
     def update(number: int, start: int, stop: int) -> None:
@@ -101,7 +101,7 @@ def update_all(
 ) -> None:
     """Update all rows; those not in ``places`` get a gradient of zero.
 
-    With ``held``, sorted, these are all rows, ``places`` among them.
+    ``held`` (sorted) lists the places of all rows, including ``places``; None: all places.
     """
     sums, ordered = total.whole(), places if held is None else np.searchsorted(held, places)
     if not is_increasing(ordered):
@@ -120,7 +120,7 @@ def update_all(
 
 
 def assign(weight: RowValues, places: Ids, total: Sum, workspace: Workspace) -> None:
-    """Set the rows ``places`` of ``weight`` to ``total``, rounded."""
+    """Set the rows ``places`` of ``weight`` to ``total``, rounded to its dtype."""
     with np.errstate(all="ignore"):
         for start, stop in row_blocks(len(total), total.width):
             block = _block(workspace, _SUM, total.dtype, stop - start, total.width)
@@ -129,7 +129,7 @@ def assign(weight: RowValues, places: Ids, total: Sum, workspace: Workspace) -> 
 
 
 def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) -> bool:
-    """Return whether update ``count`` keeps an untouched weight of zero.
+    """Return whether update ``count`` with gradient 0 leaves a weight of 0 unchanged.
 
     Then rows that were never pushed need no memory, even where updates are not lazy.
     """
@@ -145,7 +145,7 @@ def keeps_zero(optimizer: Optimizer, dtype: np.dtype[np.generic], count: int) ->
 def row_blocks(
     num_rows: int, width: int, elements: int = BLOCK_ELEMENTS
 ) -> Iterator[tuple[int, int]]:
-    """Return blocks of rows, as (start, stop), that fit the cache."""
+    """Yield blocks of rows, as (start, stop), that fit the cache."""
     step = max(elements // max(width, 1), 1)
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)
@@ -160,13 +160,13 @@ def _update_rows(
     count: int,
     workspace: Workspace,
 ) -> None:
-    """Update the rows ``at`` (at least one), in place or in copies."""
+    """Update the rows ``at`` (at least one), in place or by way of copies."""
     if _is_stretch(at):
         rows = slice(int(at[0]), int(at[0]) + len(at))
         mine = [array[rows] for array in state]
         _apply(weight[rows], gradient, mine, optimizer, count, workspace)
         return
-    if has_master(weight.dtype):  # which the weight is made from
+    if has_master(weight.dtype):  # the master determines the weight, so need not gather it
         block = _block(workspace, _WEIGHT, weight.dtype, len(at), weight.shape[1])
     else:
         block = _gathered(weight, at, workspace, _WEIGHT)
@@ -199,7 +199,7 @@ def _is_stretch(places: Ids) -> bool:
 
 def _gathered(array: RowValues, places: Ids, workspace: Workspace, slot: int) -> RowValues:
     out = _block(workspace, slot, array.dtype, len(places), array.shape[1])
-    # With "raise", NumPy would take the rows into a buffer of its own first.
+    # With "raise", NumPy would copy the rows to a temporary buffer first.
     return np.take(array, places, axis=0, out=out, mode="clip")
 
 

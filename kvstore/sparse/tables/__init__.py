@@ -1,10 +1,10 @@
-"""Growing tables: rows by any 64-bit id, made on first use.
+"""Growing tables: rows with any 64-bit ids, created on first use.
 
-All in this package is pure: no I/O, no threads, no clock. A store of one process keeps a table as
-one ``TableShare``, and servers keep a share each; ``kvstore/stores/tables.py`` says what a table
-promises. Read next: ``shard.py`` (rows come and go), and below it ``hash_index.py`` (from ids to
-places), ``ages.py`` (which row goes first), ``admission.py`` (which id gets a row),
-``initial_rows.py``.
+This package does no I/O, starts no threads and reads no clock. A store in one process keeps a
+table as one ``TableShare``; of several servers each keeps one share. ``kvstore/stores/tables.py``
+describes what a table guarantees. Read next: ``shard.py`` (creates and removes rows), then
+``hash_index.py`` (maps ids to places), ``ages.py`` (finds the oldest rows), ``admission.py``
+(decides which ids get rows), ``initial_rows.py`` (initial values).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """``WaitingIds``: ids that were not yet requested often enough to get a row.
 
-Counts of the last ids that have none, in a ring: where it is full, the id that has waited longest
-is forgotten, and would begin again. An id that is admitted, and finds no room for its row, waits on
-as one that is admitted. So the memory is bounded, and every count is exact, which a
-count-min sketch is not: that one admits ids too early, all of them when it fills up. Source of the
-ring: the queue A1out of Johnson and Shasha, "2Q", VLDB 1994, counting to n here. Pure; one
-thread at a time. Read next: ``shard.py``.
+A ring holds the latest ids without a row, and how often each was requested. If the ring is full,
+it forgets the id that has waited longest; that id's count starts again. If an admitted id finds
+no room for its row, it keeps waiting and stays admitted. So the memory is bounded, and every
+count is exact. A count-min sketch would admit ids too early, and all of them once it is full.
+Source of the ring: the queue A1out of Johnson and Shasha, "2Q", VLDB 1994; here it counts to n.
+Pure; one thread at a time may use it. Read next: ``shard.py``.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kvstore.sparse.row_memory import grown
 from kvstore.sparse.tables.hash_index import PLACE_BYTES, IdIndex
 
 WAITING_BYTES = PLACE_BYTES + 4
-"""What an id that waits takes: its part of the index, and an int32 count."""
+"""The size of a waiting id: its share of the index, and an int32 count."""
 
 FIRST_PLACES = 1024
-"""What is there at first, of rows and of ids that wait."""
+"""The initial number of places, for rows and for waiting ids."""
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class WaitingIds:
-    """Admits an id when it was touched ``admit_after`` times, 2 or more."""
+    """Counts requests, and admits an id after ``admit_after`` (at least 2) of them."""
 
     def __init__(self, admit_after: int, num_places: int) -> None:
-        """Remembers the last ``num_places`` ids, at least one; takes memory as they come."""
+        """Remember the last ``num_places`` ids (at least 1); allocate memory as needed."""
         self._admit_after = admit_after
         self.num_places = num_places
         first = step_towards(FIRST_PLACES, num_places)
         self._index = IdIndex(first)
         self._counts = np.zeros(first, np.int32)
-        """By place; 0 where no id is."""
+        """The count of the id at each place; 0 if the place is empty."""
         self._next = 0
 
     def __len__(self) -> int:
@@ -48,9 +48,9 @@ class WaitingIds:
         return self._index.nbytes + self._counts.nbytes
 
     def touch(self, ids: Ids) -> Mask:
-        """Count each of different ids, in this order; which of them are admitted.
+        """Count one request for each of these distinct ids; return which are admitted.
 
-        These wait on, and are still admitted, until ``remove`` is told that they have rows.
+        Admitted ids keep waiting, and stay admitted, until ``remove``.
         """
         places = self._index.look_up(ids)
         is_known = places >= 0
@@ -62,7 +62,7 @@ class WaitingIds:
         return is_admitted
 
     def remove(self, ids: Ids) -> None:
-        """Forget different ids, which have rows now and wait no longer."""
+        """Forget these distinct ids, because they have rows now."""
         places = self._index.look_up(ids)
         places = places[places >= 0]
         self._index.remove(places)
@@ -90,10 +90,10 @@ class WaitingIds:
 
 
 def step_towards(num_places: int, limit: int) -> int:
-    """Return the capacity to allocate for this many: the limit, half of it, ...
+    """Return the capacity to allocate for this many: the limit, half of it, and so on.
 
-    So the last step but one has half of the memory, and what is there is never there twice beyond
-    what the limit takes.
+    So the last growth copies half of the limit, and old and new rows together take no more memory
+    than the limit.
     """
     while limit > 1 and (limit + 1) // 2 >= num_places:
         limit = (limit + 1) // 2

@@ -1,16 +1,16 @@
 """``Ages``: when each row was last touched, and which rows are the oldest.
 
-A row's stamp is one int64: the time, which is the number of pushes to the table, and in the lower
-30 bits a count of the touches since then. So stamps order rows exactly as they were touched last,
-down to the position in a call, and ``ttl`` reads the time from them. Touching is one scatter,
-whatever the number of rows. When the count is at its end, the touches of this time are numbered
-again.
+A row's stamp is one int64. It has the time, which is the number of pushes to the table, and in the
+lower 30 bits a count of the touches at that time. So stamps order rows exactly by their last touch,
+down to the position in a call, and ``ttl`` reads the time from them. Touching rows is one NumPy
+assignment, whatever their number. When the count reaches its maximum, the touches of this time are
+numbered again.
 
-**The oldest.** Now and then the oldest eighth of all stamps is picked out and sorted: the queue.
-What is touched later has another stamp than the queue says and is passed over; what is not in the
-queue is younger than all of it. So eviction is exactly least recently used, at the price of a
-pass over the stamps for every eighth of the rows that go. Pure; one thread at a time. Read next:
-``shard.py``.
+**The oldest.** When needed, the oldest eighth of all stamps is selected and sorted: the queue. A
+row that is touched later no longer has its stamp in the queue and is skipped. All rows outside the
+queue are younger than all rows in it. So eviction is exactly least recently used, and each pass
+over the stamps serves for an eighth of the rows. Pure; one thread at a time may use it. Read
+next: ``shard.py``.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _QUEUE_PART = 8
 
 
 def stamp_at(time: int) -> int:
-    """Return the first stamp of a time."""
+    """Return the smallest stamp of a time."""
     return max(time, 0) << _TOUCH_BITS
 
 
 class Ages:
-    """The stamps of rows, by their indices."""
+    """The stamps of rows, by place."""
 
     def __init__(self, num_places: int) -> None:
         self.stamps: Ids = np.full(num_places, NO_ROW, np.int64)
         self.time = 0
-        """How many pushes there have been."""
+        """The number of pushes so far."""
         self._touches = 0
         self._queue: Places = np.empty(0, np.intp)
         self._queue_stamps: Ids = np.empty(0, np.int64)
@@ -60,7 +60,7 @@ class Ages:
         self.time, self._touches = time, 0
 
     def resume(self, time: int) -> None:
-        """Go on from this time with the stamps that are there, which were just set."""
+        """Continue at this time, after the owner has set ``stamps`` directly."""
         self._forget_queue()
         stamps = self.stamps[self.stamps != NO_ROW]
         last = int(stamps.max(initial=stamp_at(time) - 1))
@@ -87,7 +87,7 @@ class Ages:
         self._touches = len(places)
 
     def grow(self, num_places: int) -> None:
-        """Make room for this many places, more than before."""
+        """Make room for this many places, which must be more than before."""
         stamps = np.full(num_places, NO_ROW, np.int64)
         stamps[: len(self.stamps)] = self.stamps
         self.stamps = stamps
@@ -103,7 +103,7 @@ class Ages:
     def take_oldest(self, number: int, before: int) -> tuple[Places, Ids]:
         """Remove the oldest rows, and return their places and stamps.
 
-        It removes this many, or as many as have a smaller stamp than ``before``.
+        It removes at most ``number`` rows, and only rows with a smaller stamp than ``before``.
         """
         taken: list[tuple[Places, Ids]] = []
         while number > 0:
@@ -124,11 +124,11 @@ class Ages:
         return np.concatenate([each[0] for each in taken]), np.concatenate([e[1] for e in taken])
 
     def forget(self, places: Places) -> None:
-        """Take these rows out."""
+        """Remove the rows at these places."""
         self.stamps[places] = NO_ROW
 
     def clear(self) -> None:
-        """Take all rows out."""
+        """Remove all rows."""
         self.stamps.fill(NO_ROW)
         self._forget_queue()
 

@@ -1,9 +1,10 @@
-"""``IdIndex``: map ids to indices, by open addressing in NumPy.
+"""``IdIndex``: map ids to places, by open addressing in NumPy.
 
-A table of slots, two for each place: a slot holds a place, and the place's id stands in ``ids``.
-An id's slots are the one that its hash names and those that follow (linear probing). All ids of a
-call go one step at a time, and those that have found theirs, or an empty slot, drop out. Why this
-and no library: ``docs/decisions/0021-index-of-ids.md``. Source of the method: Knuth, The Art of
+There are two slots for each place. A slot holds a place, and ``ids`` holds the id of each place.
+The search for an id begins at the slot given by its hash and continues with the following slots
+(linear probing). All ids of a call advance together, one slot at a time, until they reach their
+own or an empty slot. Why this is used instead of a library:
+``docs/decisions/0021-index-of-ids.md``. Source of the method: Knuth, The Art of
 Computer Programming, volume 3, 6.4, algorithm L. Pure; the owner of the index lets one thread
 in at a time. Read next: ``shard.py``.
 """
@@ -19,7 +20,7 @@ from kvstore.sparse.row_memory import grown
 from kvstore.sparse.tables.ids import spread
 
 Places: TypeAlias = np.ndarray[Any, np.dtype[np.intp]]
-"""Row numbers in the arrays of a share; -1 for an id that has none."""
+"""Row numbers in the arrays of a share; -1 for an id without a row."""
 
 _EMPTY, _REMOVED = -1, -2
 
@@ -29,15 +30,15 @@ SLOTS_PER_PLACE = 2
 MOST_PLACES = 2**31 - 1
 
 PLACE_BYTES = 8 + 4 * SLOTS_PER_PLACE
-"""What the index takes for each place: an int64 id and the slots, int32."""
+"""Bytes of the index for each place: an int64 id, and its slots of int32."""
 
 
 class IdIndex:
-    """Finds the indices of ids, which the owner gives: below ``num_places``."""
+    """A map from ids to places below ``num_places``; its owner chooses the places."""
 
     def __init__(self, num_places: int) -> None:
         self.ids: Ids = np.zeros(num_places, np.int64)
-        """By place; of a place that is not in the index, any."""
+        """The id at each place; arbitrary for unused places."""
         self._slots = _empty_slots(num_places)
         self._num_ids = 0
         self._num_removed = 0
@@ -55,7 +56,7 @@ class IdIndex:
         return places
 
     def add(self, ids: Ids, places: Places) -> None:
-        """Put different ids, none of them there, at these places, none of them taken."""
+        """Add distinct new ids at these unused places."""
         if self._num_ids + self._num_removed + len(ids) > 3 * len(self._slots) // 4:
             self._rebuild(len(self.ids))
         self.ids[places] = ids
@@ -63,10 +64,10 @@ class IdIndex:
         self._claim(ids, places)
 
     def remove(self, places: Places) -> None:
-        """Forget the ids of different places, all of them there."""
+        """Remove the ids at these distinct places, all of which are in use."""
         _, slots = self._find(self.ids[places])
         self._slots[slots] = _REMOVED
-        # Nothing can have gone on past a slot that an empty one follows.
+        # No search continues past a slot that is followed by an empty one.
         following = slots + 1
         following[following == len(self._slots)] = 0
         ends = slots[self._slots[following] == _EMPTY]
@@ -75,12 +76,12 @@ class IdIndex:
         self._num_removed += len(places) - len(ends)
 
     def grow(self, num_places: int) -> None:
-        """Make room for this many places, more than before."""
+        """Make room for this many places, which must be more than before."""
         self.ids = grown(self.ids, num_places)
         self._rebuild(num_places)
 
     def _find(self, ids: Ids) -> tuple[Places, Ids]:
-        """Return each id's index (-1 if absent), and the hash slots of those found."""
+        """Return each id's place (-1 if absent), and its slot (valid if found)."""
         slots = spread(ids, len(self._slots))
         places = self._slots.take(slots).astype(np.intp)
         is_found = self._holds(places, ids)
@@ -105,7 +106,7 @@ class IdIndex:
         return same
 
     def _claim(self, ids: Ids, places: Places) -> None:
-        """Write places to the first free slots; ids that lose a slot try the next."""
+        """Write places to free slots; an id that loses its slot to another tries the next."""
         at, mine = spread(ids, len(self._slots)), places.astype(np.int32)
         while len(at):
             before = self._slots.take(at)
@@ -117,7 +118,7 @@ class IdIndex:
             at[at == len(self._slots)] = 0
 
     def _rebuild(self, num_places: int) -> None:
-        """Rebuild the slots for this many places, in pieces that take little memory."""
+        """Rebuild the slots for this many places, in pieces to save memory."""
         held = self._slots[self._slots >= 0]
         if SLOTS_PER_PLACE * num_places == len(self._slots):
             self._slots.fill(_EMPTY)

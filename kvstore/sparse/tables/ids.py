@@ -1,8 +1,8 @@
 """Read ids of tables as flat int64, and hash them to shares.
 
-Every value of int64 and of uint64 is an id. The two are one space, bit by bit: -1 and 2**64 - 1
-are the same id, as ``array.view`` has it. The hash is the finaliser of SplitMix64: every bit of the
-result depends on every bit of the id, different ids have different results, and it is the same on
+Every value of int64 and of uint64 is an id. An id is its 64 bits: -1 and 2**64 - 1 are the same
+id, as with ``array.view``. The hash is the finaliser of SplitMix64: every bit of the result
+depends on every bit of the id, distinct ids have distinct hashes, and the hash is the same on
 every machine. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014; constants of Vigna's splitmix64.c. Pure; any thread may call. Read next:
 ``hash_index.py``.
@@ -24,11 +24,11 @@ _LISTS = (list, tuple, range)
 
 
 def checked_table_ids(ids: object) -> tuple[Ids, tuple[int, ...]]:
-    """Return ids as flat int64, repetitions kept in order, and their shape.
+    """Return ids as flat int64, in order and with repetitions, and their shape.
 
     ``ids`` is an array of any library, of any integer dtype and any shape, or an int, or a list of
-    ints. The result may share the memory of ``ids`` and is only to be read. Raises
-    ``ArgumentTypeError`` for what is not an integer, floats of whole numbers too,
+    ints. The result may share the memory of ``ids``; do not write to it. Raises
+    ``ArgumentTypeError`` for ids that are not integers, including floats with whole numbers, and
     ``ArgumentValueError`` for an int of more than 64 bits.
     """
     if isinstance(ids, (*_LISTS, *_INTEGERS)):
@@ -45,9 +45,9 @@ def checked_table_ids(ids: object) -> tuple[Ids, tuple[int, ...]]:
 
 
 def first_appearances(ids: Ids) -> tuple[Ids, Ids]:
-    """Return the distinct ids by first appearance, and each id's index there.
+    """Return distinct ids in order of first appearance, and each id's index there.
 
-    At least one.
+    There must be at least one id.
     """
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
@@ -88,7 +88,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def mix(words: Words) -> Words:
-    """Hash each word, in place; returns the array itself."""
+    """Hash each word in place, and return the array itself."""
     shifted = words >> np.uint64(30)
     words ^= shifted
     words *= _FIRST
@@ -103,7 +103,7 @@ def mix(words: Words) -> Words:
 def spread(ids: Ids, num_slots: int) -> Ids:
     """Return a slot from 0 to ``num_slots`` - 1 for each id.
 
-    The upper half of the id's hash decides.
+    The slot depends on the upper half of the id's hash.
 
     ``num_slots`` is below 2**32.
     """
@@ -115,7 +115,7 @@ def spread(ids: Ids, num_slots: int) -> Ids:
 def shares_of(ids: Ids, num_shares: int) -> Ids:
     """Return the table share of each id, by the lower half of its hash.
 
-    Not the half of ``spread``, so that the ids of a share lie everywhere in its index.
+    ``spread`` uses the other half, so that the ids of a share are spread over its whole index.
     """
     words = mix(ids.view(np.uint64).copy())
     words &= _LOW

@@ -1,15 +1,14 @@
 """``FirstValues``: the initial values of a row, as a function of its id.
 
-A counter-based generator: number j of a row is the hash of (seed, name of the table, id, j), so
-nothing depends on which ids came before, in which calls, or on which server. The words of a row
-are those of a SplitMix64 that starts at the hash of the id (``ids.py`` has the source). Each
-word gives two numbers. Everything is integer arithmetic, or float operations that IEEE 754 rounds
-in one way only, so the bits are the same on every machine; those of NumPy's own ``log`` and ``cos``
-are not. Numbers are made in float32, whatever the dtype. Pure; any thread may call. Read next:
-``shard.py``.
+A counter-based generator: number j of a row is a hash of (seed, name of the table, id, j). So it
+does not depend on earlier ids, on the calls, or on the server. The words of a row are those of a
+SplitMix64 that starts at the hash of the id (``ids.py`` names the source). Each word gives two
+numbers. All operations are on integers, or on floats with exact IEEE 754 rounding, so the bits are
+the same on every machine; NumPy's own ``log`` and ``cos`` would differ between machines. Numbers
+are computed in float32, whatever the dtype. Pure; any thread may call. Read next: ``shard.py``.
 
-Normal numbers are the inverse of the distribution at uniform ones: Wichura, "Algorithm AS 241",
-Applied Statistics 37, 1988, PPND7, which is good to 7 digits.
+Normal numbers are the inverse of the normal distribution function at uniform numbers: Wichura,
+"Algorithm AS 241", Applied Statistics 37, 1988, PPND7, which is accurate to 7 digits.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ _TAIL = (
 _LN2 = 0.6931471805599453
 _NUMBERS = (int, float, np.integer, np.floating)
 _MOST_NORMAL = 6.5
-"""No number of ``normal`` is beyond."""
+"""All numbers of ``normal`` have a smaller magnitude."""
 
 
 def checked_init(init: object) -> Init:
-    """Return the initializer of rows from an initializer, name or number.
+    """Return the initializer of rows for an initializer, name or number.
 
-    Raises ``ArgumentTypeError``, and ``ArgumentValueError`` for initializers that need a whole
-    matrix (Xavier, Orthogonal).
+    Raises ``ArgumentTypeError`` for other objects, and ``ArgumentValueError`` for initializers
+    that need a whole matrix (Xavier, Orthogonal).
     """
     if isinstance(init, str):
         init = initializer.create(init)
@@ -69,7 +68,7 @@ def checked_init(init: object) -> Init:
 
 
 def check_range(init: Init, dtype: np.dtype[Any]) -> None:
-    """Raise unless all first values are finite in this dtype.
+    """Check that all initial values are finite in this dtype.
 
     Raises ``ArgumentValueError``, or ``ArgumentTypeError`` if a parameter is not a number.
     """
@@ -102,7 +101,7 @@ def check_range(init: Init, dtype: np.dtype[Any]) -> None:
 
 
 class FirstValues:
-    """The first values of the rows of one table."""
+    """The initial values of the rows of one table."""
 
     def __init__(self, init: Init, seed: int, name: str) -> None:
         self._init = init
@@ -111,7 +110,7 @@ class FirstValues:
         self._stream = np.uint64(int.from_bytes(digest, "little"))
 
     def fill(self, ids: Ids, out: RowValues) -> None:
-        """Set each row of ``out`` (2-D, any float dtype) to its id's first values."""
+        """Set each row of ``out`` (2-D, any float dtype) to its id's initial values."""
         init = self._init
         if isinstance(init, initializer.Constant):
             out[...] = float(init.value)
@@ -126,7 +125,7 @@ class FirstValues:
             out[start:stop] = values
 
     def make(self, ids: Ids, width: int, dtype: np.dtype[Any]) -> RowValues:
-        """Return the first values of ids as a new array (number of ids, width)."""
+        """Return the initial values of ids as a new array (number of ids, width)."""
         out = np.empty((len(ids), width), dtype)
         self.fill(ids, out)
         return out
@@ -149,7 +148,7 @@ def _uniform(numbers: np.ndarray[Any, Any]) -> Floats:
 
 
 def normal(numbers: np.ndarray[Any, Any]) -> Floats:
-    """Return float64 of mean 0 and deviation 1, from -6.3 to 6.3, by 32 bits each."""
+    """Turn 32 bits each into float64 of mean 0 and deviation 1, from -6.3 to 6.3."""
     uniform = (numbers + 0.5) * 2.0**-32
     offset = uniform - 0.5
     square = 0.180625 - offset * offset

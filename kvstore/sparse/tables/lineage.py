@@ -1,12 +1,12 @@
 """``Lineage``: the exports that a table was loaded from.
 
-They decide which deltas it can load.
+It decides which deltas (files of changed rows) the table can load.
 
-Every table counts its marks from 1, so a mark does not say whose it is. A line is a random id and
-the last mark that counts as of it. A table draws an id when it is made, and another one whenever it
-loads a file: what it exports from then on are marks of its own. An export has all lines up to its
-mark, so a table that resumed from a file of another one continues with that one's deltas. Pure but
-for the random numbers. Read next: ``checkpoint/tables.py``.
+Every table numbers its exports from 1; such a number is a mark. So a mark alone does not identify
+the table. A line is a random id and the last mark that belongs to it. A table draws an id when it
+is created, and a new one when it loads a file; its own exports from then on belong to that id. An
+export has all lines up to its mark. So a table that loaded another table's file can continue with
+that table's deltas. Pure except for the random numbers. Read next: ``checkpoint/tables.py``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ _MOST_MARK = 2**31 - 2
 
 
 class Line(NamedTuple):
-    """The marks up to ``mark`` that belong to the table ``id``.
-
-    Those of the line before are not included.
-    """
+    """The marks that belong to ``id``: those above the previous line, up to ``mark``."""
 
     id: str
     mark: int
@@ -35,16 +32,16 @@ Lines = tuple[Line, ...]
 
 
 class Lineage(NamedTuple):
-    """The origin of a table: its chain of exports."""
+    """The origin of a table: the chain of exports that it was loaded from."""
 
     loaded: Lines
-    """Those of the file that was loaded last; none before the first, and while one is loaded."""
+    """The lines of the last file loaded; empty before the first, and while a file is loading."""
     own: str
-    """The id of the marks that the table makes itself."""
+    """The id of the table's own exports."""
 
     @property
     def at(self) -> Line | None:
-        """Where the file that was loaded last has ended."""
+        """The last line of the last file loaded; None if there is none."""
         return self.loaded[-1] if self.loaded else None
 
     def until(self, mark: int) -> Lines:
@@ -58,15 +55,15 @@ def new_lineage(loaded: Lines = ()) -> Lineage:
 
 
 def line_of(lines: Lines, mark: int) -> str | None:
-    """Return the id of the table that made this mark; None if it is above all lines."""
+    """Return the id that this mark belongs to; None if it is above all lines."""
     return next((line.id for line in lines if mark <= line.mark), None)
 
 
 def agreed(shares: Sequence[Lineage]) -> Lineage:
-    """Return a table's lineage by those of its shares, which draw their own ids.
+    """Return the lineage of a table from the lineages of its shares.
 
-    Once one has been given to all of them (``checkpoint/tables.py``) it is that. Shares
-    that have not loaded the same have loaded nothing together.
+    If all are equal (``checkpoint/tables.py`` sets the same one in all shares), return that one.
+    Otherwise return a new one, with the loaded lines if all shares have the same lines.
     """
     first = shares[0]
     if all(lineage == first for lineage in shares):
@@ -79,7 +76,7 @@ def agreed(shares: Sequence[Lineage]) -> Lineage:
 
 
 def lines_to_plain(lines: Lines) -> list[list[Any]]:
-    """Return pairs of an id and a mark."""
+    """Return the lines as pairs of an id and a mark."""
     return [[line.id, line.mark] for line in lines]
 
 

@@ -1,7 +1,8 @@
 """``TableSettings``: the constant settings of a table, and its memory limit.
 
-They and lineages become plain data for messages: names and numbers, never code. Pure; any thread
-may call. Read next: ``shard.py``, and ``kvstore/server/tables.py``, which reads messages.
+This module also converts settings and lineages to plain data for messages: names and numbers, never
+code. Pure; any thread may call. Read next: ``shard.py``, and ``kvstore/server/tables.py``, which
+reads messages.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from kvstore.sparse.tables.lineage import Lineage, Lines, lines_from_plain, line
 from pslite.errors import ProtocolError, check_unicode, unexpected
 
 MOST_DIM = 2**24
-"""A row of float64 has 128 MiB then, and has to fit a message."""
+"""A row of this many float64 numbers has 128 MiB, and must fit in a message."""
 
 MOST_PULLS = 2**31 - 1
-"""That an id may need for its row."""
+"""The largest ``admit_after``."""
 
 _DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 
 WAITING = 1 << 20
-"""Ids that may wait for admission in a table without a capacity."""
+"""How many ids may wait for admission in a table without a capacity."""
 
 OVERHEAD_BYTES = PLACE_BYTES + AGE_BYTES + 4 + 4
-"""What a row takes besides its numbers: index, stamp, when it changed, and a free place's number
-(the last two int32)."""
+"""Bytes of a row besides its numbers: index, stamp, export number, and its entry in the list of
+free places (the last two are int32)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class TableSettings:
     seed: int
 
     def capacity_of(self, share: int, num_shares: int) -> int | None:
-        """Return the rows that one of some equal shares may hold."""
+        """Return how many rows this share may hold; None for no limit."""
         if self.capacity is None:
             return None
         return self.capacity // num_shares + (share < self.capacity % num_shares)
@@ -66,13 +67,13 @@ class TableSettings:
         return WAITING if capacity is None else capacity
 
     def row_bytes(self, optimizer: Optimizer | None) -> int:
-        """Return the bytes of a row, including the optimizer's state for it."""
+        """Return the size of a row in bytes, including the optimizer's states for it."""
         num_states = 0 if optimizer is None else len(state_names(optimizer, self.dtype))
         state_bytes = num_states * accumulation_dtype(self.dtype).itemsize
         return self.dim * (self.dtype.itemsize + state_bytes) + OVERHEAD_BYTES
 
     def limit_bytes(self, optimizer: Optimizer | None, capacity: int | None) -> int | None:
-        """Return the most bytes that a share of this capacity uses, or None."""
+        """Return the most bytes that a share of this capacity uses; None: no limit."""
         if capacity is None:
             return None
         waiting_bytes = self.num_waiting(capacity) * WAITING_BYTES
@@ -91,7 +92,7 @@ def checked_settings(
     seed: object,
     num_shares: int = 1,
 ) -> TableSettings:
-    """Return a table's checked settings.
+    """Check the arguments of ``create_table``, and return them as settings.
 
     Raises ``ArgumentTypeError`` and ``ArgumentValueError``.
     """
@@ -118,9 +119,9 @@ def checked_settings(
 
 
 def _checked_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype that optimizers and files support, in native byte order."""
+    """Check a dtype: float16, bfloat16, float32 or float64; return it in native order."""
     try:
-        if dtype is None:  # which NumPy takes for float64
+        if dtype is None:  # NumPy would use float64
             raise TypeError
         kind: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")
     except (TypeError, ValueError):
@@ -135,10 +136,10 @@ def _checked_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def checked_table_optimizer(optimizer: object, dtype: np.dtype[Any]) -> Optimizer | None:
-    """Return the optimizer of a table; its name will do.
+    """Check an optimizer, or create it from its name; None for no optimizer.
 
-    Raises ``ArgumentTypeError`` for what is not one, ``NotSupportedError`` for one that would
-    change rows which were not pushed.
+    Raises ``ArgumentTypeError`` for any other object, ``NotSupportedError`` for an optimizer that
+    would change rows without a gradient.
     """
     if optimizer is None:
         return None
@@ -187,7 +188,7 @@ _INITS = {
 
 
 def settings_to_plain(settings: TableSettings) -> list[Any]:
-    """Return the settings as numbers, texts and None; equal ones give equal data."""
+    """Return the settings as numbers, texts and None; equal settings give equal data."""
     return [
         settings.name,
         settings.dim,
@@ -225,7 +226,7 @@ def settings_from_plain(data: list[Any], num_shares: int) -> TableSettings:
 
 
 def lineage_to_plain(lineage: Lineage) -> list[Any]:
-    """Return the lineage's own id, and pairs of an id and a mark."""
+    """Return the lineage's own id, and its lines as pairs of an id and a mark."""
     return [lineage.own, lines_to_plain(lineage.loaded)]
 
 

@@ -1,16 +1,16 @@
 """``TableShare``: one server's share of a table.
 
-A store of one process has one share with everything; of several servers each has the ids that
-``shares_of`` sends it, and an even part of the capacity. A row's first value depends on the seed,
-the table's name and the id alone, so shares of any number hold the same rows as long as nothing is
-evicted.
+A store in one process has one share with everything. Each of several servers has the ids that
+``shares_of`` assigns to it, and an equal fraction of the capacity. A row's initial values depend
+only on the seed, the table's name and the id. So as long as nothing is evicted, the rows do not
+depend on the number of shares.
 
-**A call** looks its ids up, marks the rows as touched, and makes rows for ids that have none, where
-they are admitted and there is room. Rows of the call itself are the last to be evicted; where a
-call has more ids than there is room for, the first get rows. An id without a row has its first
-value in pulls, and what is pushed for it is dropped and counted.
+**A call** looks up its ids, marks their rows as touched, and creates rows for admitted ids without
+one if there is room. It does not evict rows of its own ids. If a call has more ids than there is
+room for, the first of them get rows. For an id without a row, a pull returns the initial values,
+and pushed gradients are dropped and counted.
 
-**Time** is the number of pushes, which all shares count alike: no clock is read. Ids are flat int64
+**Time** is the number of pushes, the same in all shares; no clock is read. Ids are flat int64
 (``ids.py``). Pure; the share's owner lets one thread in at a time. Read next:
 ``checkpoint/tables.py``.
 """
@@ -36,7 +36,7 @@ from kvstore.sparse.tables.lineage import new_lineage
 from kvstore.sparse.tables.settings import TableSettings
 
 FIRST_BYTES = 4 << 20
-"""Less than ``FIRST_PLACES`` rows are there at first where these would be more than this."""
+"""At most this much memory is allocated for rows at first, unless one row takes more."""
 
 
 class TableStatistics(NamedTuple):
@@ -44,37 +44,37 @@ class TableStatistics(NamedTuple):
 
     rows: int
     capacity: int | None
-    """The most rows that it may have; None for any number."""
+    """The most rows that it may have; None: no limit."""
     pulled: int
-    """Ids in pulls, repeated ones as often as they stand there (on ``dist`` stores once a call)."""
+    """Ids in pulls, with repetitions (on ``dist`` stores each id counts once in a call)."""
     hits: int
-    """Those of them that had a row."""
+    """How many of the pulled ids had a row."""
     made: int
-    """Rows that were made."""
+    """Rows that were created."""
     evicted: int
-    """Rows that went since there was no more room."""
+    """Rows that were removed to make room."""
     expired: int
-    """Rows that went since their time (``ttl``) was over."""
+    """Rows that were removed because they had not been used for ``ttl`` pushes."""
     refused: int
-    """How often an id got no row: not admitted yet, or no room in a call with too many ids."""
+    """How often an id got no row, since it was not admitted yet or the call had too many ids."""
     dropped: int
-    """Pushed gradients of ids without a row."""
+    """Pushed gradients that were dropped because their ids had no row."""
     waiting: int
-    """Ids that are counted for admission now."""
+    """Ids that wait for admission now."""
     pushes: int
     nbytes: int
-    """The memory of rows, states, index and all else that the table keeps."""
+    """The size in bytes of rows, states, index and all else that the table keeps."""
     limit_bytes: int | None
     """What ``nbytes`` cannot exceed; None without a capacity."""
 
     @property
     def hit_rate(self) -> float:
-        """Which part of the ids in pulls had a row; 0.0 before the first."""
+        """The fraction of the pulled ids that had a row; 0.0 before the first pull."""
         return self.hits / self.pulled if self.pulled else 0.0
 
 
 class TableShare:
-    """The share ``share`` of ``num_shares`` of a table, for its own ids."""
+    """Share number ``share`` of a table that has ``num_shares`` shares."""
 
     def __init__(
         self,
@@ -93,16 +93,16 @@ class TableShare:
         self.rows = RowMemory(self.num_places, settings.dim, settings.dtype)
         self.rows.set_optimizer(optimizer)
         self.changed = np.zeros(self.num_places, np.int32)
-        """For each row the number of the export that is the next after its last change."""
+        """For each row the number of the first export after its last change."""
         self.next_mark = 1
         self.lineage = new_lineage()
-        """What its marks belong to, and which file was loaded last."""
+        """Where its export numbers (marks) come from: see ``lineage.py``."""
         self._first_values = FirstValues(settings.init, settings.seed, settings.name)
         num_waiting = settings.num_waiting(self.capacity)
         self._waiting = WaitingIds(settings.admit_after, num_waiting) if num_waiting else None
         self._free = np.empty(0, np.int32)
         self._num_used = 0
-        """Places that were ever given out; those from here on are free too."""
+        """How many places were ever used; all places from here on are free too."""
         self._counts = dict.fromkeys(
             ("pulled", "hits", "made", "evicted", "expired", "dropped", "refused"), 0
         )
@@ -127,9 +127,9 @@ class TableShare:
             out[absent] = self._first_values.make(ids[absent], out.shape[1], out.dtype)
 
     def push(self, contributions: Sequence[Contribution]) -> None:
-        """Apply a push of one worker, or of each of them in rank order.
+        """Apply one push of one worker, or of all workers in rank order.
 
-        Each has ids in any order, repeated or not, none at all too, and a gradient for each of
+        A contribution has ids in any order, perhaps repeated or empty, and a gradient for each of
         them, 2-D of the table's dtype. The time advances by one.
         """
         self.ages.tick()
@@ -152,11 +152,11 @@ class TableShare:
         self.changed[total.ids] = self.next_mark
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Update by this one from now on."""
+        """Use this optimizer for updates from now on."""
         self.rows.set_optimizer(optimizer)
 
     def expire(self) -> None:
-        """Let go of the rows whose time is over; no pull sees those anyway."""
+        """Remove the expired rows; pulls ignore them in any case."""
         if self.settings.ttl is not None:
             self._release(self.ages.older_than(self._oldest_stamp()))
 
@@ -168,7 +168,7 @@ class TableShare:
 
     @property
     def nbytes(self) -> int:
-        """The memory of rows, states, index and all else that is kept."""
+        """The size in bytes of rows, states, index and all else that the share keeps."""
         waiting_bytes = 0 if self._waiting is None else self._waiting.nbytes
         parts = (self.index, self.ages, self.changed, self._free)
         return self.rows.memory_bytes + sum(part.nbytes for part in parts) + waiting_bytes
@@ -197,7 +197,7 @@ class TableShare:
     # -- for files -----------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Hold no rows, no waiting ids and no pushes."""
+        """Remove all rows and waiting ids, and set the number of pushes to 0."""
         self.index = IdIndex(self.num_places)
         self.ages.clear()
         self.ages.set_time(0)
@@ -208,13 +208,13 @@ class TableShare:
             self._waiting = WaitingIds(self.settings.admit_after, self._waiting.num_places)
 
     def remove(self, places: Places) -> None:
-        """Let go of the rows at different places."""
+        """Remove the rows at distinct places, without counting them."""
         self._release(places, is_counted=False)
 
     def put(
         self, ids: Ids, values: RowValues, states: Sequence[RowValues], stamps: Ids, mark: int
     ) -> None:
-        """Set rows of different ids, for which there is room, as a file has them."""
+        """Set rows of distinct ids as read from a file; there must be room for them."""
         places = self.index.look_up(ids)
         is_new = places < 0
         places[is_new] = self._take_places(int(np.count_nonzero(is_new)), 0)
@@ -227,7 +227,7 @@ class TableShare:
     # -- how rows come -------------------------------------------------------------------
 
     def _touch(self, ids: Ids, *, is_pull: bool) -> Places:
-        """Return the places of ids, -1 for those that have and get no row."""
+        """Mark ids as touched, create rows, and return places; -1: still without a row."""
         stamps = self.ages.next_stamps(len(ids))
         places = self.index.look_up(ids)
         if self.settings.ttl is not None:
@@ -250,9 +250,9 @@ class TableShare:
         self.ages.stamps[places[has_row]] = stamps[has_row]
 
     def _make(self, ids: Ids, is_pull: bool, before: int) -> Places:
-        """Return new places for different ids, -1 for those that get none.
+        """Create rows for distinct ids and return their places, or -1 for no row.
 
-        Only rows with smaller stamps than ``before`` are evicted.
+        It evicts only rows with smaller stamps than ``before``.
         """
         is_admitted = self._admitted(ids, is_pull)
         chosen = np.flatnonzero(is_admitted)
@@ -276,7 +276,7 @@ class TableShare:
         return self._waiting.touch(ids) if is_pull else np.zeros(len(ids), np.bool_)
 
     def _take_places(self, number: int, before: int) -> Places:
-        """Free places, as many as there are or can be made; the owner puts rows there."""
+        """Return up to ``number`` free places; evict older rows to free them if needed."""
         short = number - len(self._free) - (self.num_places - self._num_used)
         if short > 0:
             self._make_room(short, before)
@@ -290,7 +290,7 @@ class TableShare:
         return np.concatenate([taken, unused])
 
     def _make_room(self, number: int, before: int) -> None:
-        """Free this many places: expired rows first, then new ones, then the oldest."""
+        """Free this many places: remove expired rows, grow, then evict the oldest rows."""
         limit = MOST_PLACES if self.capacity is None else self.capacity
         if self.settings.ttl is not None:
             wanted = max(number, self._num_used // 8)
@@ -303,7 +303,7 @@ class TableShare:
             self._release(*self.ages.take_oldest(number, before))
 
     def _size_for(self, num_places: int) -> int:
-        """Return the size for this many rows, or with a capacity a step towards it."""
+        """Return how many places to allocate for this many rows."""
         if self.capacity is None:
             return min(num_places, MOST_PLACES)
         return step_towards(num_places, self.capacity)
@@ -322,7 +322,7 @@ class TableShare:
         return stamp_at(self.ages.time - self.settings.ttl)
 
     def _expire_among(self, places: Places) -> None:
-        """Remove the expired rows among these, and set their indices to -1."""
+        """Remove the expired rows among these, and set their places to -1."""
         is_over = (places >= 0) & (self.ages.stamps[places] < self._oldest_stamp())
         if is_over.any():
             self._release(np.unique(places[is_over]))
@@ -331,9 +331,9 @@ class TableShare:
     def _release(
         self, places: Places, stamps: Ids | None = None, *, is_counted: bool = True
     ) -> int:
-        """Remove the rows at different places, and return how many.
+        """Remove the rows at distinct places, and return how many.
 
-        ``stamps`` are theirs if ``ages`` has already removed them.
+        If ``ages`` has already removed the rows, ``stamps`` are the stamps that they had.
         """
         if stamps is None:
             stamps = self.ages.stamps[places]
@@ -349,7 +349,7 @@ class TableShare:
     # -- inside --------------------------------------------------------------------------
 
     def _held(self, places: Places, values: RowValues) -> Contribution:
-        """Return the pushed values for ids that have rows, by index."""
+        """Return the pushed values for ids that have rows, with places instead of ids."""
         has_row = places >= 0
         if has_row.all():
             return Contribution(places, values)
@@ -357,9 +357,9 @@ class TableShare:
         return Contribution(places[has_row], values[has_row])
 
     def _are_different(self, places: Places) -> bool:
-        """Return whether no place stands twice among those that the last call has touched.
+        """Return whether the places that the last call touched are distinct.
 
-        Each touch wrote another stamp, and of several at one place the last has stayed.
+        Each touch wrote a higher stamp, so a repeated place has the stamp of its last touch.
         """
         stamps = self.ages.stamps[places]
         return bool((stamps[1:] > stamps[:-1]).all())
