@@ -1,8 +1,8 @@
 """Gradient compression: codecs, error feedback, and rules by key.
 
-The pure core, on arrays of the host: no sockets, no stores. ``config.py`` checks what a user asks
-for; ``chain.py`` encodes and decodes one part, with the header of ``header.py``; ``codec.py``,
-``value_codecs.py`` and ``sparsify.py`` are the codecs; ``residuals.py`` keeps the errors.
+This package works on arrays on the host, without sockets or stores. ``config.py`` checks the user's
+parameters. ``chain.py`` encodes and decodes one part, with the header of ``header.py``. The codecs
+are in ``codec.py``, ``value_codecs.py`` and ``sparsify.py``; ``residuals.py`` keeps the residuals.
 Read next: ``config.py``.
 """
 

@@ -1,13 +1,13 @@
 """Encode and decode one part of a key with a chain of codecs, with checks.
 
 A chain is a codec of numbers (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``), or ``topk`` or
-``randomk``, or one of these two followed by one of the others: then only the numbers that were
-picked are encoded further. An encoded part is a header of a few bytes (``header.py``) and one
-payload, whose length depends on the part's size only.
+``randomk``, or one of these two followed by a codec of numbers, which then encodes only the picked
+numbers. An encoded part is a header of a few bytes (``header.py``) and one payload; the payload's
+length depends only on the part's size and dtype.
 
-The encoder keeps a residual for each part where the chain has error feedback
-(``residuals.py``). The decoder has the same chain, by agreement, and refuses what another one
-made. Pure; any thread may call, with different arrays. Read next: ``codec.py``.
+If the chain has error feedback, the encoder keeps a residual for each part (``residuals.py``). The
+decoder must have the same chain; it refuses parts that another chain encoded. Pure; any thread may
+call, with different arrays. Read next: ``codec.py``.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Chain:
         self.pick = pick
         self.codec = codec or Exact()
         self.name = "+".join(each.name for each in (pick, codec) if each is not None)
-        """As in the parameter ``type``."""
+        """The name, as in the parameter ``type``."""
         default = (pick or self.codec).has_feedback
         self.has_feedback = default if has_feedback is None else has_feedback
-        """Whether who encodes keeps a residual."""
+        """Whether the encoder keeps a residual."""
         self.statistics = statistics or Statistics()
         # The parts of a store are the same in each round, and so are their headers.
         self._header = lru_cache(_MOST_HEADERS)(partial(header, pick, self.codec))
@@ -69,11 +69,14 @@ class Chain:
         return len(self._header(0, np.dtype(np.float32), _NO_DRAW))
 
     def encoded_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """Return the length of the headers and payloads of a part of this size."""
+        """Return the length of the header and payload of a part of this size."""
         return self.header_bytes + self.payload_bytes(num_elements, dtype)
 
     def check(self, array: np.ndarray[Any, Any], cores: Cores | None = None) -> None:
-        """Raise ``ArgumentValueError`` for NaN and infinity where they cannot be carried."""
+        """Check for NaN and infinity, if the chain cannot encode them.
+
+        Raises ``ArgumentValueError``.
+        """
         if not self.codec.carries_all:
             check_finite(_flat(array), self.name, cores)
 
@@ -88,11 +91,11 @@ class Chain:
     ) -> Payload:
         """Encode one part into ``out`` or new memory: header, then payload.
 
-        ``array``: floats of any shape on the host that ``check`` has passed, only read, before the
-        call returns. ``out``: uint8, 1-D, of ``encoded_bytes``, the caller's. ``residual``: 1-D,
-        contiguous, of the dtype in which such values are added, exactly where the chain has
-        feedback; changed in place to what this part lost. ``draw``: what ``randomk`` chooses by.
-        ``cores``: whose threads share the work; None for the process's.
+        ``array``: floats of any shape on the host, already passed to ``check``; read only during
+        the call. ``out``: uint8, 1-D, of ``encoded_bytes``, the caller's. ``residual``: given if
+        and only if the chain has feedback; 1-D, contiguous, of the dtype in which such values are
+        added; updated in place. ``draw``: the input of ``randomk``'s choice. ``cores``: the
+        threads that share the work; None for those of the process.
         """
         source = _flat(array)
         if out is None:
@@ -137,7 +140,7 @@ class Chain:
                 np.multiply(numbers, weights, out=numbers, casting="unsafe")
         self.codec.encode(source.dtype, None, numbers, payload[ids_bytes:], cores)
         if residual is not None:
-            residual[ids] = numbers  # what was lost of them
+            residual[ids] = numbers  # encode() has left the lost part there
 
     def decode(
         self,
@@ -153,9 +156,9 @@ class Chain:
         Numbers that were not sent are zero.
 
         ``data``: at any address, only read. ``out``: C-contiguous, of any shape, of the key's
-        dtype or, where ``dtype`` names that, of the one in which such values are added.
+        dtype; or if ``dtype`` gives the key's dtype, also of the dtype in which it is added.
 
-        Raises ``ProtocolError`` for what ``check_encoded`` refuses; then ``out`` has not changed.
+        Raises what ``check_encoded`` raises; then ``out`` has not changed.
         """
         flat = out.reshape(-1)
         dtype = flat.dtype if dtype is None else dtype
@@ -189,10 +192,10 @@ class Chain:
         out[ids] = numbers
 
     def check_encoded(self, data: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:
-        """Raise ``ProtocolError`` for what this chain did not write for such a part.
+        """Check that this chain can have encoded ``data`` for such a part.
 
-        ``dtype`` is the key's. Costs a look at the header, at the scales of int8 and at the ids of
-        topk.
+        ``dtype`` is the key's. It reads only the header, the scales of int8 and the ids of topk.
+        Raises ``ProtocolError``.
         """
         found = data[: self.header_bytes].tobytes()
         draw = _NO_DRAW
@@ -218,15 +221,15 @@ class Chain:
         self.codec.check_payload(payload, count, dtype)
 
     def is_of_non_finite(self, data: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
-        """Return if ``encode`` got NaN or infinity that this chain cannot carry.
+        """Return whether ``encode`` got NaN or infinity that this chain cannot encode.
 
-        For chains without a pick. ``data`` is of ``encoded_bytes`` and otherwise unchecked.
+        For chains without a pick. ``data`` has ``encoded_bytes`` and need not be checked.
         """
         payload = data[self.header_bytes :]
         return self.codec.is_of_non_finite(payload, num_elements, dtype)
 
     def plain(self) -> dict[str, Any]:
-        """Return all parameters that determine its format, as plain data."""
+        """Return all parameters that determine the encoding, as plain data."""
         parameters: dict[str, Any] = {"type": self.name, "feedback": self.has_feedback}
         for each in (self.pick, self.codec):
             if each is not None:

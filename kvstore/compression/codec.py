@@ -1,25 +1,24 @@
 """The base class of codecs, and the checks of their parameters.
 
-A ``CodecParameter`` checks one value and gives it its plain form (bool, int, float), which is what
-travels and is compared. Numbers may come as text, as MXNet's do ("0.5").
+A ``CodecParameter`` checks one value and returns its plain form (bool, int, float). The plain form
+is sent and compared. Numbers may be given as text, as in MXNet ("0.5").
 
-A codec turns numbers into fewer bytes and back. What it makes of n numbers is always equally
-long (``payload_bytes``), so that messages can be planned before there is anything to send. A
-subclass says how one span is packed and unpacked (``value_codecs.py``); this file has the rest:
-going through an array in spans that stay in the cache, adding the residual, error feedback,
-threads, dtypes.
+A codec turns numbers into fewer bytes and back. For n numbers the length is always the same
+(``payload_bytes``), so that messages can be planned before there is anything to send. A subclass
+packs and unpacks one span (``value_codecs.py``). This file does the rest: it cuts an array into
+spans that stay in the cache, adds and updates the residual, and handles threads and dtypes.
 
-**Error feedback.** With a residual e, what is packed is p = g + e, and e becomes p - decoded(p):
-what was lost comes back with the next gradient (Seide et al., Interspeech 2014; Karimireddy et
-al., ICML 2019, algorithm 2 with the learning rate left to the optimizer). The residual is worked
-on in place and needs no other memory.
+**Error feedback.** With gradient g and residual e, the codec packs p = g + e, and e becomes
+p - decoded(p). So the next gradient includes what was lost (Seide et al., Interspeech 2014;
+Karimireddy et al., ICML 2019, algorithm 2 with the learning rate left to the optimizer). The
+residual is changed in place, without other memory.
 
-**Dtypes.** Numbers are worked on in the dtype in which stores add (``accumulation_dtype``):
-float32, and float64 for float64. A residual has that dtype.
+**Dtypes.** Codecs compute in the dtype in which stores add (``accumulation_dtype``): float32, and
+float64 for float64. A residual has that dtype.
 
-**Bits.** Spans begin at fixed elements and every operation concerns one unit of a codec, so
+**Bits.** Spans begin at multiples of a codec's unit, and every operation is within one unit. So
 neither threads nor the size of spans can change a bit. Any thread may call, with different
-arrays. Read next: ``value_codecs.py``, the codecs themselves; then ``chain.py``, which calls.
+arrays. Read next: ``value_codecs.py``, the codecs themselves; then ``chain.py``, the caller.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ class CodecParameter(NamedTuple):
     """One parameter of a codec."""
 
     check: Callable[[str, Any], Any]
-    """Called with the parameter's name (for errors) and the value; returns its plain form."""
+    """Takes the parameter's name (for errors) and the value, and returns the plain form."""
     default: Any
-    """None: unset, the codec has another parameter in its place."""
+    """The value if the user gives none; None: unset, another parameter is used instead."""
 
 
 def flag(name: str, value: Any) -> bool:
-    """Check a flag: True or False, also as 1 or 0."""
+    """Check a flag: True, False, 1 or 0."""
     if type(value) is bool or (type(value) is int and value in (0, 1)):
         return bool(value)
     raise ArgumentTypeError(
@@ -73,7 +72,7 @@ def finite(name: str, value: Any) -> float:
 
 
 def positive(name: str, value: Any) -> float:
-    """Return a number above 0, also when it is rounded to float32."""
+    """Check a number: above 0, even after rounding to float32."""
     number = finite(name, value)
     if number < _LEAST_FLOAT32:
         raise ArgumentValueError(
@@ -84,7 +83,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def ratio(name: str, value: Any) -> float:
-    """Return a share: above 0, at most 1."""
+    """Check a fraction: above 0 and at most 1."""
     number = _number(name, value)
     if not 0.0 < number <= 1.0:
         raise ArgumentValueError(
@@ -95,19 +94,19 @@ def ratio(name: str, value: Any) -> float:
 
 
 def count(name: str, value: Any) -> int | None:
-    """Return an integer of at least 1, or None."""
+    """Check a count: an integer of at least 1, or None."""
     if value is None:
         return None
     return _whole(name, value, 1, _MOST)
 
 
 def size(name: str, value: Any) -> int:
-    """Return an integer of at least 0."""
+    """Check an integer: at least 0."""
     return _whole(name, value, 0, _MOST)
 
 
 def block(name: str, value: Any) -> int:
-    """Return how many numbers share a scale."""
+    """Check a block size (how many numbers share a scale): 8 to 65536."""
     return _whole(name, value, 8, 65536)
 
 
@@ -117,7 +116,7 @@ def _whole(name: str, value: Any, least: int, most: int) -> int:
             value = int(value)
         except ValueError:
             pass
-    # NumPy's integers too, but no floats.
+    # NumPy's integers are accepted too, but not floats.
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ArgumentTypeError(
             f"the compression parameter {name!r} must be an integer, got {value!r}"
@@ -146,11 +145,11 @@ Payload = np.ndarray[Any, np.dtype[np.uint8]]
 """Encoded bytes, 1-D, at any address."""
 
 SPAN_ELEMENTS = 65536
-"""Numbers that are worked on at a time: with residual and scratch memory 1 MiB of float32, what a
-core's second-level cache holds. Two threads wait for each other with less."""
+"""How many numbers are encoded at a time: with residual and scratch memory 1 MiB of float32, which
+fits a core's second-level cache. With smaller spans, threads wait for each other."""
 
 SHARED_BYTES = 1 << 20
-"""Work on fewer bytes is done before another thread would be awake."""
+"""Work on fewer bytes uses one thread, since it ends before another thread would wake up."""
 
 _ALONE = Cores(1)
 
@@ -168,44 +167,44 @@ class Coder(ABC):
     """The base class of codecs of numbers and of ``Pick`` codecs."""
 
     name: ClassVar[str]
-    """In parameters and statistics."""
+    """The codec's name in parameters and statistics."""
     code: ClassVar[int]
-    """In headers (``header.py``); never used for another codec again."""
+    """The codec's number in headers (``header.py``); never used for another codec."""
     parameters: ClassVar[Mapping[str, CodecParameter]] = {}
-    """Its parameters and their defaults."""
+    """The checks and defaults of the codec's parameters."""
     in_header: ClassVar[tuple[str, ...]] = ()
     """The parameters on which decoding depends."""
     format: ClassVar[str] = ""
-    """Of these in a header, as in the module ``struct``."""
+    """The ``struct`` format of these parameters in a header."""
     has_feedback: ClassVar[bool]
-    """Whether a residual is kept unless the parameters say otherwise."""
+    """The default of the parameter ``feedback``: whether the encoder keeps a residual."""
 
     def numbers(self) -> tuple[float, ...]:
         """Return the values of ``in_header``."""
         return tuple(getattr(self, name) for name in self.in_header)
 
     def plain(self) -> dict[str, Any]:
-        """Return its parameters with their values, as plain data."""
+        """Return the codec's parameters with their values, as plain data."""
         return {name: getattr(self, name) for name in self.parameters}
 
 
 class ValueCodec(Coder):
-    """Turns an array of floats into bytes and back. Immutable; any thread may use it."""
+    """A codec of an array of floats. Immutable; any thread may use it."""
 
     carries_all: ClassVar[bool]
-    """Whether NaN and infinity survive. Else arrays that hold them are refused."""
+    """Whether it can encode NaN and infinity. If not, arrays with them are refused."""
 
     def __init__(self) -> None:
         self._workspaces = Workspaces()
 
     @property
     def unit(self) -> int:
-        """Spans begin at multiples of this many elements."""
+        """How many elements form a unit; spans begin at multiples of this number."""
         return 1
 
     @abstractmethod
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
-        """Return how many bytes it makes of this many elements of a key of this dtype."""
+        """Return the payload length in bytes for this many elements and the key's dtype."""
 
     @abstractmethod
     def pack(
@@ -213,30 +212,30 @@ class ValueCodec(Coder):
     ) -> None:
         """Write the encoding of a span into its slice of the whole payload.
 
-        ``wide`` has the span's numbers in float32 or float64. With ``rest`` it is left as what
-        was lost (number - decoded number); else it is only read. The slots of ``workspace`` above
-        0 are free.
+        ``wide`` has the span's numbers in float32 or float64. With ``rest``, its numbers become
+        number - decoded number; otherwise it is only read. The slots of ``workspace`` above 0 are
+        free.
         """
 
     @abstractmethod
     def unpack(self, payload: Payload, span: Span, wide: Flat, workspace: Workspace) -> None:
-        """Write the numbers of a span, read from the whole payload, into ``wide``.
+        """Decode the numbers of a span from the whole payload into ``wide``.
 
         ``wide`` is float32 or float64, aligned and contiguous. Nothing is checked.
         """
 
     def check_payload(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:
-        """Raise ``ProtocolError`` if this codec cannot have written the payload.
+        """Check that this codec can have written a payload of the right length.
 
-        The payload has the right length.
+        Raises ``ProtocolError``.
         """
 
     def is_of_non_finite(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
-        """Return whether a payload encodes NaN or infinity.
+        """Return whether a payload was made from NaN or infinity.
 
         The payload has the right length and is not checked further.
 
-        Never where ``carries_all``.
+        Always False if ``carries_all``.
         """
         return False
 
@@ -250,10 +249,10 @@ class ValueCodec(Coder):
         payload: Payload,
         cores: Cores | None,
     ) -> None:
-        """Fill ``payload`` with what becomes of ``source`` + ``residual``.
+        """Encode ``source`` + ``residual`` into ``payload``.
 
-        One of the two may be None, which counts as zeros. ``residual`` becomes what was lost.
-        Both are 1-D, of one length; nothing is checked. ``dtype`` is the key's and that of
+        One of the two may be None, which means zeros. ``residual`` becomes what was lost. Both
+        are 1-D, of one length; nothing is checked. ``dtype`` is the dtype of the key and of
         ``source``, which is only read.
         """
         given = source if residual is None else residual
@@ -296,8 +295,8 @@ class ValueCodec(Coder):
     ) -> None:
         """Set ``out`` to the numbers of a payload, or add them to it.
 
-        ``dtype`` is the key's; ``out``, 1-D, has it or that in which it is added, and is rounded
-        once. The payload was checked.
+        ``dtype`` is the key's. ``out`` is 1-D, of this dtype or the dtype in which it is added;
+        results are rounded once. The payload must have been checked.
         """
         tasks: list[Task] = [
             partial(self._decode_span, span, payload, out, add)
@@ -327,14 +326,14 @@ class ValueCodec(Coder):
 
 
 def spans(num_elements: int, unit: int, dtype: np.dtype[Any]) -> Iterator[Span]:
-    """Cut this many elements at multiples of ``unit``."""
+    """Yield spans of this many elements, cut at multiples of ``unit``."""
     step = max(SPAN_ELEMENTS // unit, 1) * unit
     for start in range(0, num_elements, step):
         yield Span(start, min(start + step, num_elements), num_elements, dtype)
 
 
 def run(tasks: Sequence[Task], nbytes: int, cores: Cores | None) -> None:
-    """Do all tasks; on all cores (None: the process's) where there is much to do."""
+    """Run all tasks, on all cores (None: the process's) if there are many bytes."""
     chosen = _ALONE if nbytes < SHARED_BYTES else shared() if cores is None else cores
     failure = chosen.run(tasks)
     if failure is not None:
@@ -363,19 +362,22 @@ def convert(values: Flat, target: Flat) -> None:
 
 
 def drop_non_finite(rest: Flat, workspace: Workspace) -> None:
-    """Set NaN and infinity to 0: they were sent and must not be sent again."""
+    """Set NaN and infinity in a residual to 0, so that they are not sent again."""
     fine = np.isfinite(rest, out=workspace.block(9, np.dtype(bool), len(rest)))
     if not fine.all():
         rest[~fine] = 0
 
 
-#: The bits of the exponent, all set in NaN and infinity alone.
+#: The bits of the exponent; only NaN and infinity have all of them set.
 _FLOAT16_EXPONENT = 0x7C00
 _BFLOAT16_EXPONENT = 0x7F80
 
 
 def check_finite(source: Flat, name: str, cores: Cores | None) -> None:
-    """Raise ``ArgumentValueError`` if NaN or infinity is among the numbers to encode."""
+    """Check that all numbers are finite; ``name`` is the chain, for the error.
+
+    Raises ``ArgumentValueError``.
+    """
     check: Callable[[Flat], None] = partial(_check_span, name)
     tasks: list[Task] = [
         partial(check, source[span.start : span.stop])
@@ -386,7 +388,7 @@ def check_finite(source: Flat, name: str, cores: Cores | None) -> None:
 
 def _check_span(name: str, values: Flat) -> None:
     if values.dtype.itemsize > 2:
-        # NaN is the largest and the least of all; these passes are quicker than one with a mask.
+        # With NaN, max and min are NaN. These two passes are faster than one with a mask.
         is_fine = bool(np.isfinite(values.max()) and np.isfinite(values.min()))
     else:
         exponent = _BFLOAT16_EXPONENT if is_bfloat16(values.dtype) else _FLOAT16_EXPONENT

@@ -1,19 +1,20 @@
 """Check the parameters of gradient compression, and build the chain of codecs.
 
 ``kv.set_gradient_compression`` takes a dictionary as in MXNet, ``{"type": "2bit", "threshold":
-0.5}``, or a list of such rules, of which the first that matches a key counts. ``make_chain`` turns
-the codecs' parameters into a chain. Besides these, a rule may have
+0.5}``, or a list of such rules; for each key the first matching rule is used. ``make_chain`` turns
+the codecs' parameters into a chain. A rule may also have
 
 ``only``, ``exclude``
     keys, or patterns of names such as ``"*_bias"``, that the rule includes or leaves out;
 ``min_bytes``
-    the size from which on values are compressed (default 0);
+    the size in bytes of the smallest values that are compressed (default 0);
 ``pull``
     how values travel from servers to workers: a dictionary of the same kind with ``type``
     (fp16, bf16 or int8) and parameters but no feedback, or None (the default) for unchanged.
 
-A key without a rule travels unchanged, and so do values that are not floats. ``plain`` is the
-same in a form that can be packed and compared: all workers of a job must have the same one.
+Values of keys without a rule are sent unchanged, and so are values that are not floats. ``plain``
+returns the rules as plain data for messages and comparison; all workers of a job must have equal
+rules.
 Pure; any thread may call. Read next: ``chain.py``.
 """
 
@@ -48,13 +49,13 @@ def make_chain(
     statistics: Statistics | None = None,
     others: Sequence[str] = (),
 ) -> Chain:
-    """Return the chain that ``{"type": "topk+fp16", "ratio": 0.01}`` means.
+    """Build a chain from parameters such as ``{"type": "topk+fp16", "ratio": 0.01}``.
 
-    ``type`` has the names of codecs, joined by ``+``; the rest are their parameters. ``others`` are
-    named in errors as parameters that may be given, too.
+    ``type`` has the names of codecs, joined by ``+``; the rest are their parameters. Errors list
+    the known parameters, and ``others`` with them.
 
-    Raises ``ArgumentValueError`` for codecs, parameters and values that there are not, with those
-    that there are, and ``ArgumentTypeError`` for values of a wrong kind.
+    Raises ``ArgumentValueError`` for unknown codecs and parameters and for invalid values, and
+    ``ArgumentTypeError`` for values of a wrong type.
     """
     name = parameters.get("type")
     classes = _classes(name)
@@ -72,7 +73,7 @@ def make_chain(
                 f"the compression {name!r} does not have the parameter {parameter!r}; known: "
                 f"{', '.join(map(repr, names))}{did_you_mean(parameter, names)}"
             )
-    # A ratio of 1, which says nothing, is the plain form with a count.
+    # With a count, the ratio is not used; its plain form is then 1.
     if given.get("k") is not None and given.setdefault("ratio", 1.0) != 1.0:
         raise ArgumentValueError(
             "the compression parameters 'ratio' and 'k' both set how many numbers are sent; "
@@ -114,7 +115,7 @@ def _classes(name: object) -> tuple[type[Pick] | None, type[ValueCodec] | None]:
 _NONE = "none"
 _OWN = ("only", "exclude", "min_bytes", "pull")
 _FOR_VALUES = ("fp16", "bf16", "int8")
-"""The codecs of ``pull``: of a value, which adds up to nothing, every number has to arrive."""
+"""The codecs of ``pull``. They send every number, since error feedback cannot repair values."""
 _ALLOWED = "a dictionary such as {'type': '2bit', 'threshold': 0.5}, or a list of such dictionaries"
 
 
@@ -123,9 +124,9 @@ class Rule:
     """The compression of some keys."""
 
     chain: Chain | None
-    """From workers to servers; None: unchanged."""
+    """The chain of gradients, from workers to servers; None: sent unchanged."""
     pull: Chain | None
-    """From servers to workers."""
+    """The chain of values, from servers to workers; None: sent unchanged."""
     only: tuple[Key, ...] | None
     exclude: tuple[Key, ...]
     min_bytes: int
@@ -137,7 +138,7 @@ class Rule:
         return self.only is None or _is_among(key, self.only)
 
     def plain(self) -> dict[str, Any]:
-        """Return the whole configuration as plain data, defaults included."""
+        """Return the whole rule as plain data, including defaults."""
         return {
             **(self.chain.plain() if self.chain is not None else {"type": _NONE}),
             "pull": None if self.pull is None else self.pull.plain(),
@@ -148,11 +149,11 @@ class Rule:
 
 
 UNCHANGED = Rule(None, None, None, (), 0)
-"""What there is for keys without a rule."""
+"""The rule of keys that no other rule matches: nothing is compressed."""
 
 
 class Compression:
-    """The rules of a store. Immutable but for its statistics; any thread may use it."""
+    """The rules of a store. Immutable except for statistics; any thread may use it."""
 
     def __init__(self, rules: Sequence[Rule] = (), statistics: Statistics | None = None) -> None:
         self.rules = tuple(rules)
@@ -160,12 +161,12 @@ class Compression:
 
     @classmethod
     def of(cls, parameters: object) -> Compression:
-        """Return the configuration that a user asks for; None means no compression.
+        """Check a user's parameters, and return the rules; None: no compression.
 
         Raises:
-            ArgumentTypeError: this is not a dictionary, or a value is of the wrong kind.
-            ArgumentValueError: there is no such codec, chain, parameter or value.
-            MissingDependencyError: ``bf16`` is asked for and ``ml_dtypes`` is not installed.
+            ArgumentTypeError: not a dictionary or list of them, or a value has a wrong type.
+            ArgumentValueError: a codec, chain or parameter is unknown, or a value is invalid.
+            MissingDependencyError: ``bf16`` is used, but ``ml_dtypes`` is not installed.
         """
         if parameters is None:
             return cls()
@@ -189,22 +190,22 @@ class Compression:
         return made
 
     def plain(self) -> list[dict[str, Any]]:
-        """Return the rules as plain data, equal only for equal rules."""
+        """Return the rules as plain data; only equal rules give equal data."""
         return [rule.plain() for rule in self.rules]
 
     def rule_for(self, key: Key, spec: KeySpec) -> Rule:
-        """Return the encoding rule for values of this key."""
+        """Return the rule for a key: the first that matches, or ``UNCHANGED``."""
         if not can_encode(spec.dtype):
             return UNCHANGED
         nbytes = spec.nbytes
         return next((rule for rule in self.rules if rule.is_for(key, nbytes)), UNCHANGED)
 
     def number_of(self, rule: Rule) -> int:
-        """Return the number by which ``rule`` gives it; -1 for ``UNCHANGED``."""
+        """Return the number of a rule, for ``rule``; -1 for ``UNCHANGED``."""
         return -1 if rule is UNCHANGED else self.rules.index(rule)
 
     def rule(self, number: object) -> Rule:
-        """Return the rule with a number that came in a message. Raises ``ProtocolError``."""
+        """Return the rule with this number from a message. Raises ``ProtocolError``."""
         if number == -1:
             return UNCHANGED
         if type(number) is not int or not 0 <= number < len(self.rules):

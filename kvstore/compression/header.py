@@ -5,14 +5,14 @@ Little-endian, without gaps::
     u8   1: the version of this layout
     u8   the key's dtype: 0 float32, 1 float64, 2 float16, 12 bfloat16 (MXNet's numbers)
     u8   the code of topk (16) or randomk (17); 0 for neither
-    u8   the code of what stores the numbers: 0 exact, 1 2bit, 2 1bit, 3 fp16, 4 bf16, 5 int8
+    u8   the code of the codec of the numbers: 0 exact, 1 2bit, 2 1bit, 3 fp16, 4 bf16, 5 int8
     u64  how many elements the part has
     topk, randomk:  u64  how many of them were sent
     randomk:        u64  the seed, u64 the stream, u64 the round
     2bit, 1bit:     f64  the threshold
     int8:           u32  how many numbers share a scale
 
-``value_codecs.py`` and ``sparsify.py`` have the layout of payloads. The header gives their length.
+``value_codecs.py`` and ``sparsify.py`` describe the payloads, whose length follows from the header.
 Pure; any thread may call. Read next: ``chain.py``.
 """
 

@@ -1,12 +1,12 @@
-"""Keep what compression has lost (error feedback), and count what was encoded.
+"""Keep the residuals of error feedback, and count encoded and decoded bytes.
 
-A residual is made at the first use, of zeros, and lives until its key is deleted or compression
-is set again. The sender is a device or rank: each one encodes the same key from its own gradients
-and needs its own residual. A part of a key uses its slice. Residuals can be taken out and put back,
-so that a job continued from saved states does not lose its residuals.
+A residual is created with zeros at its first use. It exists until its key is deleted or compression
+is set again. Each sender (a device or rank) encodes the same key from its own gradients and needs
+its own residual. A part of a key uses its slice. Residuals can be exported and restored, so that
+a job continued from saved states does not lose them.
 
-Arrays are the caller's to change, one thread at a time; any thread may count. Read next:
-``codec.py`` for what is kept in the arrays, ``chain.py``, which counts here.
+The caller may change the arrays, one thread at a time; any thread may count. Read next:
+``codec.py``, which fills the arrays, and ``chain.py``, which updates the counters.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Residuals:
         self._arrays: dict[tuple[Key, int], Flat] = {}
 
     def of(self, key: Key, num_elements: int, dtype: np.dtype[Any], sender: int = 0) -> Flat:
-        """Return the residual of a whole key of this dtype; zeros at first.
+        """Return the residual of a whole key of this dtype, without a copy.
 
-        1-D, contiguous, in the dtype in which such values are added; not a copy. Raises
-        ``ValueMismatchError`` if the one that is there is of another size or dtype.
+        It is 1-D and contiguous, in the dtype in which such values are added; zeros at first.
+        Raises ``ValueMismatchError`` if the existing residual has another size or dtype.
         """
         wanted = accumulation_dtype(dtype)
         found = self._arrays.get((key, sender))
@@ -69,7 +69,7 @@ class Residuals:
         return [Residual(key, sender, array.copy()) for (key, sender), array in found]
 
     def restore(self, saved: Iterable[Residual]) -> None:
-        """Replace all residuals by those that ``export`` gave."""
+        """Replace all residuals by the output of ``export``."""
         self._arrays = {(key, sender): values for key, sender, values in saved}
 
 
@@ -96,7 +96,7 @@ class Statistics:
         self._count(name, parts_encoded=1, bytes_before=before, bytes_after=after)
 
     def decoded(self, name: str, restored: int, received: int) -> None:
-        """Record that ``received`` bytes were decoded into ``restored`` (key's dtype)."""
+        """Record that ``received`` bytes were decoded to ``restored`` bytes of values."""
         self._count(name, parts_decoded=1, bytes_restored=restored, bytes_received=received)
 
     def _count(self, name: str, **more: int) -> None:
@@ -106,9 +106,9 @@ class Statistics:
                 counters[field] += number
 
     def plain(self) -> dict[str, dict[str, Any]]:
-        """Return each chain's counters, and ``ratio``: bytes before per byte after.
+        """Return each chain's counters, and ``ratio``: plain bytes per encoded byte.
 
-        Of what was encoded here, else of what was decoded; None for no bytes at all.
+        The ratio is that of encoded parts, or if there are none, of decoded parts; or None.
         """
         with self._lock:
             found: dict[str, dict[str, Any]] = {

@@ -1,20 +1,20 @@
 """The codecs ``topk`` and ``randomk``: send only some of the numbers.
 
-Of n numbers they send k: max(1, floor(ratio * n)), or a count that the user chose, at most n. n is
-the size of an encoded part: a large key travels in several, and each sends its own k.
+Of n numbers they send k: max(1, floor(ratio * n)), or the user's count, at most n. n is the size of
+an encoded part; a large key has several parts, and k numbers of each are sent.
 
 **topk** sends the numbers of the largest magnitude and their ids (Aji and Heafield, EMNLP 2017).
-Among equal magnitudes the lower ids win, and NaN counts as larger than all, so the choice is the
-same on every processor. Ids are unsigned, of 32 bits (64 beyond 2^32 elements), in rising order.
+Of equal magnitudes it sends those with lower ids, and it treats NaN as the largest, so the choice
+is the same on every processor. Ids are unsigned, of 32 bits (64 beyond 2^32 elements), ascending.
 
-**randomk** sends numbers at random places that all workers choose alike from a seed, a stream
-(the part) and the round, so ids need not travel (Stich et al., NeurIPS 2018). The part is cut in
-k stretches as equal as they can be, and one element of each is drawn: each element has the same
-chance, 1 / (length of its stretch). Without error feedback numbers are multiplied by that length,
-which makes the mean right (unbiased; Wangni et al., NeurIPS 2018). Draws come from SplitMix64
-(Steele et al., OOPSLA 2014), whose numbers no version of a library can change.
+**randomk** sends numbers at random ids. All workers draw the same ids from a seed, a stream (the
+part) and the round, so ids need not be sent (Stich et al., NeurIPS 2018). The part is cut into k
+stretches of nearly equal length, and one element of each is drawn. So an element's probability is
+1 / (length of its stretch). Without error feedback, numbers are multiplied by that length, so that
+the expected value is right (unbiased; Wangni et al., NeurIPS 2018). Draws come from SplitMix64
+(Steele et al., OOPSLA 2014), so they do not depend on the version of a library.
 
-A payload has the ids (topk), then what the next codec makes of the numbers.
+A payload has the ids (topk only), then the numbers as the next codec encodes them.
 
 Pure; any thread may call. Read next: ``chain.py``.
 """
@@ -31,7 +31,7 @@ from kvstore.compression.codec import CodecParameter, Coder, Payload, count, rat
 from pslite.errors import ProtocolError
 
 Ids = np.ndarray[Any, Any]
-"""Places of elements: unsigned, rising, each once."""
+"""Indices of elements: unsigned, ascending, distinct."""
 
 _SMALL = np.dtype("<u4")
 _LARGE = np.dtype("<u8")
@@ -44,7 +44,7 @@ class Draw(NamedTuple):
     """The inputs of a random choice apart from the seed; equal on all workers."""
 
     stream: int = 0
-    """Which part."""
+    """The number of the part."""
     round: int = 0
 
 
@@ -52,7 +52,7 @@ class Pick(Coder):
     """A codec that selects the numbers to send. Immutable; any thread may use it."""
 
     draws: ClassVar[bool] = False
-    """Whether it depends on the seed, the stream and the round."""
+    """Whether the choice depends on the seed, the stream and the round."""
     has_feedback = True
 
     def __init__(self, ratio: float, k: int | None) -> None:
@@ -60,7 +60,7 @@ class Pick(Coder):
         self.k = k
 
     def count(self, num_elements: int) -> int:
-        """Return how many of this many numbers are sent."""
+        """Return how many numbers of a part of this size are sent."""
         wanted = max(int(self.ratio * num_elements), 1) if self.k is None else self.k
         return min(wanted, num_elements)
 
@@ -76,14 +76,14 @@ class Pick(Coder):
     def read_ids(self, payload: Payload, num_elements: int, draw: Draw) -> Ids:
         """Return the indices that were sent, from a payload of the right length.
 
-        Raises ``ProtocolError`` if they cannot be what we wrote.
+        Raises ``ProtocolError`` if this codec cannot have written them.
         """
 
     def check_ids(self, payload: Payload, num_elements: int) -> None:
-        """Raise what ``read_ids`` raises."""
+        """Check the indices in a payload; raises what ``read_ids`` raises."""
 
     def weights(self, ids: Ids, num_elements: int) -> Flat | None:
-        """Return factors for numbers without error feedback; None for no scaling."""
+        """Return the factors of numbers sent without error feedback; None: no scaling."""
         return None
 
 
@@ -160,10 +160,10 @@ class RandomK(Pick):
 
 
 def largest(magnitudes: Ids, wanted: int) -> Ids:
-    """Return the rising indices of the ``wanted`` largest numbers; first of equals.
+    """Return ascending indices of the ``wanted`` largest numbers.
 
-    A sample gives a bound that most are below, so that only the rest need be put in order; the
-    result does not depend on it.
+    Of equal numbers, it chooses the first. A sample gives a bound that most numbers are below, so
+    that only the others need be compared; the result does not depend on the sample.
     """
     candidates = _candidates(magnitudes, wanted)
     values = magnitudes if candidates is None else magnitudes[candidates]
@@ -177,7 +177,7 @@ def largest(magnitudes: Ids, wanted: int) -> Ids:
 
 
 def _candidates(magnitudes: Ids, wanted: int) -> Ids | None:
-    """Return the indices of all numbers from some bound on; None for all."""
+    """Return indices of all numbers above some bound, at least ``wanted``; None: all."""
     step = len(magnitudes) // _SAMPLE
     if step < 2 or wanted > len(magnitudes) // 4:
         return None
@@ -205,7 +205,7 @@ def _mixed(word: int) -> int:
 
 
 def _borders(stretches: int, num_elements: int) -> Ids:
-    """Return where each stretch begins, and the end: uint64."""
+    """Return the start of each stretch, and the end of the last, as uint64."""
     if stretches == 0:
         return np.zeros(1, np.uint64)
     each, more = divmod(num_elements, stretches)

@@ -1,29 +1,29 @@
 """The codecs ``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``, ``exact``.
 
 **2bit**, threshold t > 0, for each p = gradient + residual: p >= t is sent as +t (code 11),
-p <= -t as -t (code 10), all else as 0 (code 00; 01 is read as 0). Four codes in a byte.
+p <= -t as -t (code 10), any other as 0 (code 00; 01 is decoded as 0). Four codes in a byte.
 
-**1bit**, any threshold t: p > t is sent as +1.0 (code 1), all else as -1.0 (code 0); the
-threshold decides the sign only. Eight codes in a byte.
+**1bit**, any threshold t: p > t is sent as +1.0 (code 1), any other as -1.0 (code 0); the
+threshold decides only the sign. Eight codes in a byte.
 
-In both the first element has the most significant bits of a byte, bits that are left over are 0,
-and a payload has whole words of 4 bytes: 4 * ceil(n / 16) and 4 * ceil(n / 32). Sources:
+In both codecs the first element has the most significant bits of a byte, unused bits are 0, and a
+payload has whole words of 4 bytes: 4 * ceil(n / 16) and 4 * ceil(n / 32) bytes. Sources:
 ``src/kvstore/gradient_compression-inl.h`` and ``gradient_compression.cc`` of Apache MXNet 1.9.1
 (2bit) and of its master branch (1bit); the idea of 1bit is Seide et al. 2014.
 
 **fp16** is IEEE 754 binary16, **bf16** the upper half of a float32; both round to nearest, ties to
 even, and numbers that are too large become infinite, as in any cast. A payload is the numbers one
-after the other, little-endian. **exact** keeps a key's dtype: it carries the numbers that
-``topk`` and ``randomk`` pick where no other codec follows them.
+after the other, little-endian. **exact** keeps the key's dtype. It encodes the numbers that
+``topk`` and ``randomk`` pick if no other codec follows them.
 
-**int8** has integers from -127 to 127, and a scale for each block. Linear, symmetric, by the
-largest magnitude of a block (Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
-ICLR 2022, section 2, with linear steps): scale = max |p| / 127, code = p / scale rounded to
-nearest, ties to even; decoded = code * scale. An outlier coarsens its own block only. A block of
-zeros has the scale 0. A payload has all scales (float32; float64 for keys of float64),
-little-endian, then all codes.
+**int8** sends integers from -127 to 127, and a scale for each block. The steps are linear and
+symmetric, and depend on the largest magnitude of the block (Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization", ICLR 2022, section 2, with linear steps): scale = max |p| / 127, code =
+p / scale rounded to nearest, ties to even; decoded = code * scale. So an outlier makes only its own
+block less exact. A block of zeros has the scale 0. A payload has all scales (float32; float64 for
+keys of float64), little-endian, then all codes.
 
-Pure; any thread may call. Read next: ``codec.py`` for what calls this.
+Pure; any thread may call. Read next: ``codec.py``, which calls these classes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MOST = 127
 
 
 class _BitCodec(ValueCodec):
-    """A codec that looks its numbers up by bytes."""
+    """The base of codecs that pack several numbers into a byte."""
 
     per_byte: int
     in_header = ("threshold",)
@@ -79,7 +79,7 @@ class _BitCodec(ValueCodec):
         raise NotImplementedError
 
     def _table(self, dtype: np.dtype[Any]) -> Flat:
-        """Return the numbers of each byte: 256 rows, in this dtype."""
+        """Return the decoded numbers of each possible byte: 256 rows, in this dtype."""
         found = self._tables.get(dtype)
         if found is None:
             width = 8 // self.per_byte
@@ -92,7 +92,7 @@ class _BitCodec(ValueCodec):
         return found
 
     def _place(self, span: Span, payload: Payload) -> Payload:
-        """Return the bytes of a span, without those that only fill a word."""
+        """Return the bytes of a span, without those that only fill the last word."""
         return payload[span.start // self.per_byte : -(-span.stop // self.per_byte)]
 
     def _write(self, span: Span, payload: Payload, packed: Payload) -> None:
@@ -120,8 +120,8 @@ class TwoBit(_BitCodec):
     parameters = {"threshold": CodecParameter(positive, 0.5)}
     per_byte = 4
 
-    #: A word of four codes, one in each byte, times this has them together in its last byte;
-    #: the products meet nowhere, so nothing is carried.
+    #: A word has four codes, one in each byte. Its product with this number has all four in its
+    #: last byte; the shifted copies do not overlap, so nothing is carried.
     _GATHER = np.uint32(1 | 1 << 10 | 1 << 20 | 1 << 30)
 
     def _decoded(self, code: int) -> float:
@@ -187,7 +187,7 @@ class _Cast(ValueCodec):
     carries_all = True
 
     def stored(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the dtype in payloads, for a key of this dtype."""
+        """Return the dtype of numbers in payloads, for a key of this dtype."""
         raise NotImplementedError
 
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:
@@ -246,7 +246,7 @@ class Bf16(_Cast):
 
 
 class Int8(ValueCodec):
-    """A codec that sends each number in a byte."""
+    """A codec that sends each number as an int8 code, with a scale for each block."""
 
     name = "int8"
     code = 5
@@ -319,9 +319,9 @@ class Int8(ValueCodec):
             np.multiply(rows, own[:, None], out=rows)
 
     def _blocks(self, *arrays: Flat) -> list[tuple[Flat, ...]]:
-        """Return the arrays' whole blocks as rows, and the last one, with scales.
+        """Split arrays into blocks: whole blocks as rows, then the last block if cut.
 
-        The last array has one number for each block.
+        The last argument has one number for each block and is split in the same way.
         """
         *values, scales = arrays
         whole = len(values[0]) // self.block
