@@ -248,7 +248,7 @@ class Config:
     placement: str = _setting(
         "KVSTORE_PLACEMENT",
         "network",
-        "network: choose the servers' shares to minimise the network traffic of the busiest "
+        "network: choose the servers' shares to minimize the network traffic of the busiest "
         "machine; equal: give all servers equal shares (set it for the scheduler, which decides)",
         choices=("network", "equal"),
     )

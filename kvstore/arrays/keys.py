@@ -53,7 +53,7 @@ def width_of(shape: tuple[int, ...]) -> int:
 
 
 class Generations:
-    """The number of initialisations of each key, also of recently deleted ones.
+    """The number of initializations of each key, also of recently deleted ones.
 
     Only the last deleted keys are remembered, since a script may make and delete keys in every
     step. A key deleted before those continues above the numbers of all that are forgotten.

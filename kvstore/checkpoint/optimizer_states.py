@@ -287,7 +287,7 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         if found != _name(dtype):
             raise CheckpointError(
                 f"key {key!r} has dtype {found} in {self.path}, {dtype.name} in this store; "
-                f"initialise it with dtype {found} before you load its states"
+                f"initialize it with dtype {found} before you load its states"
             )
 
     def _stored_spec(self, key: Key, content: Content) -> KeySpec:

@@ -8,8 +8,8 @@
     └── UsageError                   (pslite.errors) you misused it; nothing took effect
         ├── UnknownTypeError         create() was given a name that is not a store type
         ├── KeyTypeError             a key is neither int nor str, or the two are mixed
-        ├── UnknownKeyError          the key was never initialised
-        ├── DuplicateKeyError        the key is initialised already (or twice in one call)
+        ├── UnknownKeyError          the key was never initialized
+        ├── DuplicateKeyError        the key is initialized already (or twice in one call)
         ├── ArgumentTypeError        an argument or a value has the wrong type
         ├── ArgumentValueError       an argument has a value that the call cannot take
         ├── ValueMismatchError       shape or dtype does not fit the key; the text holds both
@@ -60,11 +60,11 @@ class KeyTypeError(UsageError, TypeError):
 
 
 class UnknownKeyError(UsageError, LookupError):
-    """The key was never initialised in this store."""
+    """The key was never initialized in this store."""
 
 
 class DuplicateKeyError(UsageError):
-    """The key is already initialised, or appears twice in one call of ``init``."""
+    """The key is already initialized, or appears twice in one call of ``init``."""
 
 
 class ArgumentTypeError(UsageError, TypeError):

@@ -1,7 +1,7 @@
 """Cut keys into chunks, and place each part of a store on a server.
 
 Pure arithmetic: the same arguments give the same answer on every node; nothing here keeps
-state. Decided once, when keys are initialised, by ``kvstore/server/directory.py``, which calls
+state. Decided once, when keys are initialized, by ``kvstore/server/directory.py``, which calls
 ``place``.
 """
 

@@ -320,7 +320,7 @@ class Directory:
         if what == CLOSING and error is None:
             del self._stores[number]
             for waiting in [entry.incoming for entry in store.waiting]:
-                waiting.fail(UsageError("the store was closed before its keys were initialised"))
+                waiting.fail(UsageError("the store was closed before its keys were initialized"))
             closed = UsageError("worker 0 closed the store before it called set_optimizer")
             store.optimizers.fail_waiting(closed)
         incoming.respond(news)

@@ -7,14 +7,14 @@ Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU 
 OSDI 2020, section 4.1), which is for machines with one worker and one server each, and machines
 with one server alone. Here a machine may have any number of either.
 
-The quantity to minimise: in a round each of W workers sends every server as many bytes as the
+The quantity to minimize: in a round each of W workers sends every server as many bytes as the
 server holds, and receives as many. Messages within a machine use no network. A machine with w
 workers whose servers hold the share x of the model therefore sends, in units of the model's size,
 ``w (1 - x)`` for its workers and ``x (W - w)`` for its servers, and receives the same::
 
     traffic(x) = w + x (W - 2 w)
 
-The shares, which add up to 1, minimise the largest traffic of any machine.
+The shares, which add up to 1, minimize the largest traffic of any machine.
 
 The solution, and why it is optimal:
 

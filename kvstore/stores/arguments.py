@@ -299,7 +299,7 @@ class KeyTable:
             self._check_kind(item)
             if item in self._specs:
                 raise DuplicateKeyError(
-                    f"key {item!r} is already initialised; use push to change its value, or "
+                    f"key {item!r} is already initialized; use push to change its value, or "
                     "delete it first"
                 )
             if len(arrays) > 1:

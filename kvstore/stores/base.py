@@ -281,7 +281,7 @@ class KVStore(KVStoreBase, abc.ABC):
     def load_checkpoint(self, directory: Path) -> None:
         """Load values, states, counts and the optimizer of ``save_checkpoint``.
 
-        Missing keys are initialised. The number of servers may differ from that of the save. With
+        Missing keys are initialized. The number of servers may differ from that of the save. With
         several workers, all must call it, and the lowest rank reads. Raises ``CheckpointError``.
         """
 
@@ -365,7 +365,7 @@ class KVStore(KVStoreBase, abc.ABC):
     def empty(
         self, shape: int | Sequence[int], dtype: DTypeLike = np.float32
     ) -> np.ndarray[Any, Any]:
-        """Make an uninitialised array in the store's fastest memory for gradients.
+        """Make an uninitialized array in the store's fastest memory for gradients.
 
         A distributed store returns memory that servers on this machine can read directly:
         ``push_async``, ``pushpull`` and ``pushpull_async`` send such arrays without a copy. Make

@@ -221,7 +221,7 @@ def log_failure(node: Postoffice, registered: Future[None]) -> None:
 
 
 def new_array(node: Postoffice, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Make an uninitialised array to send from; peers can read a large one."""
+    """Make an uninitialized array to send from; peers can read a large one."""
     dtype = np.dtype(dtype)
     size = shape if isinstance(shape, int) else math.prod(shape)
     if size * dtype.itemsize < _SMALL_BYTES:

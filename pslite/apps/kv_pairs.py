@@ -26,7 +26,7 @@ Lens: TypeAlias = "NDArray[np.int64] | NDArray[np.int32]"
 MAX_KEY = (1 << 64) - 1
 
 Empty: TypeAlias = Callable[["int | tuple[int, ...]", DTypeLike], NDArray[Any]]
-"""Makes an uninitialised C-contiguous array of a shape and dtype, as ``numpy.empty`` does."""
+"""Makes an uninitialized C-contiguous array of a shape and dtype, as ``numpy.empty`` does."""
 
 #: Kinds of dtypes that values can have: bool, integers, floats, complex numbers.
 VALUE_KINDS = "biufc"

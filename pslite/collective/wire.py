@@ -55,7 +55,7 @@ class ArrayLayout(NamedTuple):
         return [math.prod(shape) * DTYPES[self.dtype].itemsize for shape in self.shapes]
 
     def empty(self, index: int, dtype: np.dtype[Any] | None) -> NDArray[Any]:
-        """Make an uninitialised array for one of them; ``dtype`` is the receiver's for it."""
+        """Make an uninitialized array for one of them; ``dtype`` is the receiver's for it."""
         return np.empty(self.shapes[index], dtype or DTYPES[self.dtype])
 
     def check(self, index: int, out: NDArray[Any]) -> None:

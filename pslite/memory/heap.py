@@ -159,7 +159,7 @@ class Heap:
         self._by_address: tuple[list[int], list[_Stretch]] = ([], [])
 
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
-        """Return uninitialised memory, aligned to a cache line; free when unreferenced.
+        """Return uninitialized memory, aligned to a cache line; free when unreferenced.
 
         What is ``lasting`` lies behind what was before, where there is room; the rest at the
         lowest address, where memory was used a short while ago.

@@ -157,7 +157,7 @@ class Postoffice:
         self.errands.call(lambda: self.nearby.spread(connections))
 
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
-        """Return memory to send from: flat, uninitialised, free when unreferenced.
+        """Return memory to send from: flat, uninitialized, free when unreferenced.
 
         ``lasting`` buffers that are asked for one after the other lie so, as far as possible.
 

@@ -43,7 +43,7 @@ def workers(file_cluster: Shared) -> Iterator[Workers]:
 # -- keys that are there, or not ----------------------------------------------------------
 
 TWICE: dict[str, tuple[Misuse, str]] = {
-    "the same key again": (lambda kv: kv.init("w", ONES), "'w' is already initialised"),
+    "the same key again": (lambda kv: kv.init("w", ONES), "'w' is already initialized"),
     "several values of one key": (lambda kv: kv.init("v", [ONES, ONES]), "several values"),
     "twice in one call": (lambda kv: kv.init(["v", "v"], [ONES, ONES]), "appears twice"),
     "twice and not adjacent": (
@@ -76,7 +76,7 @@ def test_an_int_key_is_initialised_once(workers: Workers) -> None:
     """On dist it is not detected: rank 0's second init is a push, and more workers hang (L13)."""
     ready(workers, key=3)
     again: Misuse = lambda kv: kv.init(3, ONES)  # noqa: E731
-    misused(workers, again, DuplicateKeyError, "key 3 is already initialised", key=3)
+    misused(workers, again, DuplicateKeyError, "key 3 is already initialized", key=3)
 
 
 UNKNOWN: dict[str, Misuse] = {

@@ -98,7 +98,7 @@ def test_byte_order_is_no_part_of_a_dtype() -> None:
 
 
 def test_a_known_key_cannot_be_initialised_again() -> None:
-    with pytest.raises(DuplicateKeyError, match="'w' is already initialised"):
+    with pytest.raises(DuplicateKeyError, match="'w' is already initialized"):
         table(w=A).check_init(["v", "w"], [A, B])
 
 
