@@ -1,7 +1,7 @@
 """The entry point of ``kvstore-launch`` and ``tools/launch.py``.
 
-The only place of the launcher that reads the process's arguments and environment. The launcher
-``local``, whose whole job runs on this machine, is here as well. Read ``options.py`` and
+Only this module of the launcher reads the process's arguments and environment. It also contains the
+launcher ``local``, which runs the whole job on this machine. Read ``options.py`` and
 ``launch/job/run.py`` next.
 """
 
@@ -33,9 +33,9 @@ def main(
 ) -> int:
     """Run one job and return the launcher's exit code; call it on the main thread.
 
-    ``argv`` is the command line without the program's name (default: this process's);
-    ``service_command`` starts a scheduler or a server (default: ``service.py``, which does what
-    ``python -m kvstore.server`` does).
+    ``argv`` is the command line without the program's name; None means that of this process.
+    ``service_command`` starts a scheduler or a server; None means ``service.py``, which does the
+    same as ``python -m kvstore.server``.
     """
     arguments = sys.argv[1:] if argv is None else argv
     service = service_command or (sys.executable, str(Path(__file__).with_name("service.py")))
@@ -50,14 +50,14 @@ def main(
             raise LaunchError(missing, exit_code=2)
         check_forwarded(options.forwarded_names, os.environ)
         run: Callable[..., int] = run_local
-        if options.launcher != "local":  # each is a module, imported when it is asked for
+        if options.launcher != "local":  # the other launchers are modules, imported on demand
             name = "kubernetes.run" if options.launcher == "kubernetes" else options.launcher
             run = importlib.import_module(f"kvstore.launch.backends.{name}").run
         return run(options, os.environ, service, timing or Timing())
     except LaunchError as error:
         say(str(error))
         return error.exit_code
-    except KeyboardInterrupt:  # before the first process was started, or after the last ended
+    except KeyboardInterrupt:  # before the first process has started, or after the last has ended
         return 130
     finally:
         if tie is not None:
@@ -70,7 +70,7 @@ def run_local(
     service_command: Sequence[str],
     timing: Timing,
 ) -> int:
-    """Run a job, as :func:`kvstore.launch.job.run.run_job` does."""
+    """Run a job on this machine; see :func:`kvstore.launch.job.run.run_job`."""
     if options.check or options.dry_run:
         return _rehearse(options, environ, service_command)
     host, port = scheduler_address(environ)
@@ -84,10 +84,10 @@ def run_local(
 def _rehearse(
     options: LaunchOptions, environ: Mapping[str, str], service_command: Sequence[str]
 ) -> int:
-    """Run ``--check`` or ``--dry-run``: show what would run; start no job.
+    """Run ``--check`` or ``--dry-run``: show what would run, without starting a job.
 
-    Prints to standard output. Returns 0, or with ``--check`` 1 when something is missing.
-    Raises :class:`LaunchError` as a job would, but for what the table of ``--check`` says.
+    Print to standard output. Return 0, or 1 if ``--check`` finds that something is missing. Raise
+    :class:`LaunchError` as for a job, except for what the table of ``--check`` shows.
     """
     check_plan(options, environ, service_command, only_imports=options.check)
     host, port = scheduler_address(environ)

@@ -1,17 +1,17 @@
 """Run scheduler and servers as children of workers started elsewhere.
 
-torchrun, ``mp.spawn`` and mpiexec start workers only. So the worker of rank 0 runs the scheduler,
-and the first worker of each machine a server (``kvstore/frameworks/torch/cluster.py`` decides who).
-A child is told everything in one line of JSON on its standard input, the job's key too, so nothing
-of it is in an environment or on a command line.
+torchrun, ``mp.spawn`` and mpiexec start only workers. So the worker of rank 0 starts the scheduler,
+and the first worker of each machine starts a server (``kvstore/frameworks/torch/cluster.py``
+decides which). A child reads its settings and the job's key from one line of JSON on its standard
+input, so nothing of it is in an environment or on a command line.
 
-A child outlives a worker that was killed, by the time after which a node without a connection is
-lost (PS_LOST_AFTER) and ``GRACE_S``: long enough to tell the others which worker is lost, which is
-better news than that a server is. A worker that ends well waits for its children, since others may
-still need them. Children ignore Ctrl-C, which reaches the whole process group: a worker may want to
-use the job once more, such as to save.
+A child outlives a killed worker by PS_LOST_AFTER (the time after which a disconnected node is lost)
+plus ``GRACE_S``. So it can still tell the others which worker is lost, which is more useful than
+the loss of a server. A worker that succeeds waits for its children, since other workers may still
+need them. Ctrl-C reaches the whole process group, but children ignore it: a worker may use the job
+once more, for example to save.
 
-Standard library only: the child's main sets its environment before NumPy is imported.
+Standard library only: the child must set its environment before it imports NumPy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvstore.launch.environment import checkout_root
 from kvstore.launch.plan import THREAD_COUNT_NAMES
 
 GRACE_S = 3.0
-"""Seconds that a child still has once its worker is lost."""
+"""How many seconds a child continues after its worker is lost."""
 _LONGEST_S = 60.0
 _SAY_AFTER_S = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -44,10 +44,10 @@ _MAIN = (
 
 
 class ColocatedServices:
-    """A scheduler, servers, or both, that run as children of this process.
+    """The scheduler, servers, or both, that run as children of this process.
 
-    A thread of their own starts them and waits for them: Linux ends them with the thread that
-    started them, and the caller's may end before the process does.
+    A separate thread starts them and waits for them: Linux ends the children together with the
+    thread that started them, and the caller's thread may end before the process does.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ColocatedServices:
     ) -> None:
         """Start one child for each of ``settings``, the fields of a ``Config``.
 
-        Children of which one has ``listen_fd`` inherit that descriptor. Raises ``OSError``.
+        Children whose settings contain ``listen_fd`` inherit ``inherited_fds``. Raises ``OSError``.
         """
         self._processes: list[subprocess.Popen[bytes]] = []
         self._errors: list[BaseException] = []
@@ -66,7 +66,7 @@ class ColocatedServices:
             name="kvstore-colocated",
             daemon=True,
         )
-        atexit.register(self.wait)  # before the node's own handler is, so that it runs after that
+        atexit.register(self.wait)  # before the node's handler is registered, so it runs later
         self._thread.start()
         started.wait()
         if self._errors:
@@ -96,20 +96,20 @@ class ColocatedServices:
             process.wait()
 
     def kill(self) -> None:
-        """End all of them at once: their cluster never became complete."""
+        """Kill all children at once, because their cluster never became complete."""
         self.abandon()
         for process in self._processes:
             process.kill()
         self._thread.join()
 
     def abandon(self) -> None:
-        """Do not wait at exit: this process failed, and the others shall learn it at once."""
+        """Do not wait at exit: this process failed, and the others must learn it at once."""
         atexit.unregister(self.wait)
 
     def wait(self) -> None:
-        """Return once all have ended: at the exit of a script that ended well.
+        """Wait until all children have ended; called when a script exits successfully.
 
-        After an exception the process ends at once, and the others learn that it is lost.
+        After an exception, return at once: the process ends, and the others learn that it is lost.
         """
         if getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"):
             return
@@ -150,7 +150,7 @@ def main() -> int:
     grace_s = GRACE_S + min(told["settings"]["lost_after_s"], _LONGEST_S)
 
     def end_soon(number: int, frame: FrameType | None) -> None:
-        """End soon: the worker is gone, or a signal ends this process."""
+        """End the process after a grace period: the worker is gone, or a signal arrived."""
         timer = threading.Timer(grace_s, os._exit, (128 + number,))
         timer.daemon = True
         timer.start()
@@ -170,8 +170,8 @@ def main() -> int:
 
 
 def _be_told_of_the_end_of(parent: int) -> None:
-    """Have SIGTERM sent to this process when ``parent`` is gone; on Linux only."""
+    """On Linux, make the kernel send SIGTERM to this process when ``parent`` ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent ended before the line above
             os.kill(os.getpid(), signal.SIGTERM)

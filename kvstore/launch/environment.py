@@ -1,13 +1,12 @@
-"""Inspect this machine: cores, network, GPUs; open the scheduler's socket.
+"""Inspect this machine's cores, network and GPUs; open the scheduler's socket.
 
-``visible_gpus`` is for clusters that show all of a host's GPUs to each process: agents ask it on
+Some clusters show all of a host's GPUs to each process. For those, agents call ``visible_gpus`` on
 their hosts (``launch/agents/agent.py``).
 
-The launcher binds the scheduler's socket before it starts anything, and the scheduler inherits the
-descriptor: no other program can take the port in between, and processes that start earlier than the
-scheduler queue up instead of being refused. The launcher keeps it open for the whole job, so that
-no other process can listen in the place of a scheduler that has died. Called once, from
-``launch/job/run.py``.
+The launcher binds the scheduler's socket before it starts any process, and the scheduler inherits
+the descriptor. So no other program can take the port in between, and processes that start before
+the scheduler queue up instead of being refused. The launcher keeps the socket open for the whole
+job, so that no other process can listen there after the scheduler has died.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _OTHER_FILES = 256
 
 
 def available_cores() -> list[int]:
-    """Return the numbers of the processors that this process may use."""
+    """Return the numbers of the processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -38,10 +37,10 @@ def available_cpu_count() -> int:
 
 
 def network_id() -> str:
-    """Return a name of this process's network: equal where addresses are equal.
+    """Return an identifier of this process's network namespace and machine.
 
-    Containers on one machine may have processes in common and addresses of their own, and the
-    other way round.
+    Processes with the same identifier have the same addresses. Containers on one machine may share
+    processes but not addresses, or addresses but not processes.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -53,7 +52,8 @@ def network_id() -> str:
 def allow_files(count: int) -> None:
     """Raise this process's limit of open files to above ``count`` if possible.
 
-    No more than needed: programs that close all that they may have inherit the limit.
+    Raise it no further than needed: child processes inherit the limit, and some programs close
+    every possible descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OTHER_FILES + count
@@ -65,7 +65,7 @@ def allow_files(count: int) -> None:
 
 
 def checkout_root() -> str | None:
-    """Return the directory for PYTHONPATH, or None if ``kvstore`` is installed."""
+    """Return the directory to add to PYTHONPATH, or None if ``kvstore`` is installed."""
     root = Path(__file__).resolve().parents[2]
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if root in installed or root.name in ("site-packages", "dist-packages"):
@@ -74,7 +74,7 @@ def checkout_root() -> str | None:
 
 
 def gpu_count() -> int:
-    """Count NVIDIA's device files, without loading any of its libraries."""
+    """Return the number of NVIDIA's device files, without loading NVIDIA's libraries."""
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
 
 
@@ -92,10 +92,10 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 def share_gpus(
     members: Sequence[tuple[str, int]], greetings: Sequence[Mapping[str, Any]], each: int
 ) -> dict[tuple[str, int], dict[str, str]]:
-    """Return the variables that give ``each`` GPUs to every worker, none to a server.
+    """Return variables that give ``each`` GPUs to every worker and none to a server.
 
-    ``greetings`` are those of the members' agents. Raises :class:`LaunchError` where a host has
-    too few.
+    ``greetings`` are the greetings of the members' agents. Raises :class:`LaunchError` if a host
+    has too few GPUs.
     """
     found: dict[tuple[str, int], dict[str, str]] = {}
     given: dict[str, int] = {}
@@ -122,10 +122,10 @@ _BACKLOG = 1024
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on ``host``, on ``port`` or (0) on one that the kernel chooses.
+    """Return a socket that listens on ``host`` and ``port``; 0 means any free port.
 
-    The caller owns the socket. Raises :class:`LaunchError` (exit code 1) when the address
-    cannot be used, naming who holds it where that can be read.
+    The caller owns the socket. Raises :class:`LaunchError` (exit code 1) if the address cannot be
+    used; the error names the process that uses the port, if that can be found.
     """
     try:
         candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -135,11 +135,12 @@ def listen(host: str, port: int) -> socket.socket:
             "correct or unset DMLC_PS_ROOT_URI",
             exit_code=1,
         ) from error
-    # A name such as localhost may stand for both; clients try IPv4 first, too.
+    # A name such as localhost may have an IPv4 and an IPv6 address; clients try IPv4 first, too.
     family, kind, protocol, _, address = min(candidates, key=lambda one: one[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
-        # Lets a port be used again at once after a job; never beside another listener.
+        # Allows a port to be used again right after a job, but not while another socket listens on
+        # it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
@@ -166,7 +167,7 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 
 def listening_processes(port: int) -> list[int]:
-    """Return the visible processes that listen on a TCP port of this machine."""
+    """Return the process ids, as far as visible, that listen on this TCP port."""
     names = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     if not names:
         return []
@@ -190,6 +191,6 @@ def _open_names(pid: str) -> set[str]:
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             names.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    except OSError:  # it has ended, or belongs to another user
+    except OSError:  # the process has ended, or belongs to another user
         pass
     return names

@@ -1,9 +1,9 @@
-"""The launcher's command line, as data.
+"""The launcher's command line, parsed into :class:`LaunchOptions`.
 
-Pure: text in, :class:`LaunchOptions` or :class:`LaunchError` out; no process, file or
-environment is touched (``--help`` and ``--version`` print). The names of the flags are those of
-MXNet's ``tools/launch.py``. Unlike there, everything from the first argument that is not an
-option of ours belongs to the user's command and is never looked at again. Read ``plan.py`` next.
+This module only parses: it touches no process, file or environment (``--help`` and ``--version``
+print). Wrong input raises :class:`LaunchError`. The flags have the same names as those of MXNet's
+``tools/launch.py``. Unlike there, everything from the first argument that is not an option of ours
+is the user's command, and the launcher does not parse it. Read ``plan.py`` next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pslite.version import __version__
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "ray", "yarn", "kubernetes")
 
-_LEAST = {"--worker-gpus": 0}  # of other numbers 1
+_LEAST = {"--worker-gpus": 0}  # the minimum of all other numbers is 1
 
 # The launcher decides these; a value given by hand would contradict the other processes.
 RESERVED_NAMES = frozenset(
@@ -41,7 +41,7 @@ RESERVED_NAMES = frozenset(
     }
 )
 
-# These and what else means something on the launcher's machine only.
+# Variables that have a meaning only on the launcher's machine.
 OF_ONE_MACHINE = RESERVED_NAMES | {"PS_JOB_KEY_FILE", "DMLC_NODE_HOST", "DMLC_RANK"}
 
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
@@ -73,10 +73,11 @@ Assignment = tuple[str, str]
 class LaunchError(Exception):
     """The launcher cannot run the job as requested; the text says what to do.
 
-    ``exit_code`` is how it ends: 2 where the words make no sense, wherever they are typed.
+    ``exit_code`` is the launcher's exit code. It is 2 if the command line itself is wrong, on any
+    machine.
 
-    Not a ``PSError``: importing that tree imports the whole runtime, and only
-    :func:`kvstore.launch.cli.main` ever catches this.
+    This is not a ``PSError``, since importing that class would import the whole runtime, and only
+    :func:`kvstore.launch.cli.main` catches this error.
     """
 
     def __init__(self, message: str, *, exit_code: int = 2) -> None:
@@ -86,10 +87,10 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Places:
-    """Requested resources; ``*_memory_mb`` in MiB; None: the system decides.
+    """Requested resources. ``*_memory_mb`` is in MiB; None: the system's default.
 
-    ``launcher_args`` are added to that system's own command (``srun``, ``mpirun``, ``qsub``,
-    ``ssh``, ``yarn``) as they stand.
+    ``launcher_args`` are added unchanged to the system's own command (``srun``, ``mpirun``,
+    ``qsub``, ``ssh``, ``yarn``).
     """
 
     jobname: str | None = None
@@ -107,13 +108,13 @@ class Places:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The user's request. ``command`` is the workers' argument vector, untouched."""
+    """The user's request. ``command`` is the workers' argument vector, unchanged."""
 
     num_workers: int
     num_servers: int
     command: tuple[str, ...]
     environment: tuple[Assignment, ...] = ()
-    forwarded_names: tuple[str, ...] = ()  # --env NAME: with the value that it has here
+    forwarded_names: tuple[str, ...] = ()  # --env NAME: processes get the launcher's value
     server_environment: tuple[Assignment, ...] = ()
     worker_environment: tuple[Assignment, ...] = ()
     server_imports: tuple[str, ...] = ()
@@ -130,7 +131,7 @@ class LaunchOptions:
     tied: str | None = None
 
 
-# Attributes of LaunchOptions that are what argparse has found.
+# Attributes of LaunchOptions that are copied from argparse's result unchanged.
 _AS_GIVEN = (
     *("num_workers", "num_servers", "log_dir", "launcher", "hostfile", "sync_dst_dir"),
     *("check", "dry_run", "show_status", "python", "tied"),
@@ -138,16 +139,16 @@ _AS_GIVEN = (
 
 
 class _OptionParser(argparse.ArgumentParser):
-    """Raises instead of exiting, so that one place decides about exit codes."""
+    """A parser that raises instead of exiting: only one place decides on exit codes."""
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message} (--help lists the options)")
 
 
 def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
-    """Read a command line without the program's own name.
+    """Parse a command line without the program's own name.
 
-    Raises :class:`LaunchError` with exit code 2 when it makes no sense. ``--help`` and
+    Raises :class:`LaunchError` with exit code 2 if the command line is wrong. ``--help`` and
     ``--version`` print and raise ``SystemExit(0)``, as argparse does.
     """
     for word in argv:
@@ -186,7 +187,7 @@ def parse_arguments(argv: Sequence[str]) -> LaunchOptions:
 
 
 def check_word(word: str) -> None:
-    """Raise :class:`LaunchError` for text with NUL or surrogates."""
+    """Raise :class:`LaunchError` if ``word`` contains NUL or surrogates."""
     try:
         encoded = os.fsencode(word)
     except UnicodeEncodeError:
@@ -200,11 +201,11 @@ def check_word(word: str) -> None:
 def _split_command(
     argv: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[list[str], list[str]]:
-    """Split ``argv`` before the first word that is not an option or its value.
+    """Split ``argv`` before the first word that is not an option or an option's value.
 
-    argparse.REMAINDER is not used: what it does with ``--`` differs between Python versions.
-    A leading ``--`` ends our options and is dropped; a later one belongs to the command. An
-    option that does not exist is refused, with the one that was probably meant.
+    argparse.REMAINDER is not used, since Python versions treat ``--`` differently there. A leading
+    ``--`` ends our options and is dropped; a later one belongs to the command. An unknown option
+    raises an error that suggests a similar one.
     """
     known = parser._option_string_actions
     position = 0
@@ -274,7 +275,7 @@ def _timeout(option: str, text: str) -> Assignment:
 
 
 def _launcher(launcher: str | None, hostfile: str | None) -> str:
-    """Choose the launcher: MXNet's default, ssh, means local without hosts."""
+    """Return the launcher's name; by default ssh with a host file, else local."""
     if launcher is None:
         launcher = "local" if hostfile is None else "ssh"
     if launcher not in LAUNCHERS:
@@ -291,7 +292,7 @@ def _launcher(launcher: str | None, hostfile: str | None) -> str:
 
 
 def _check(found: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse numbers that are too small, and what means nothing to the launcher."""
+    """Refuse numbers that are too small, and options of other launchers."""
     for names, launchers, value, _ in _OPTIONS:
         option = names.split()[-1]
         action = parser._option_string_actions[option]
@@ -306,7 +307,7 @@ def _check(found: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def _variable(option: str, text: str) -> Assignment | str:
-    """Parse ``--env``: a bare name stands for the variable's value here."""
+    """Parse a value of ``--env``; a bare name means the variable's value here."""
     if _ASSIGNMENT.match(text):
         return _assignment(option, text)
     _check_name(option, text, text)
@@ -314,7 +315,7 @@ def _variable(option: str, text: str) -> Assignment | str:
 
 
 def _assignment(option: str, text: str) -> Assignment:
-    """Parse NAME=VALUE, or MXNet's NAME:VALUE; the first of both signs counts."""
+    """Parse NAME=VALUE or MXNet's NAME:VALUE; split at the first of the two signs."""
     parts = _ASSIGNMENT.match(text)
     if parts is None:
         raise LaunchError(f"{option} must be NAME=VALUE, got '{text}'")
@@ -342,12 +343,11 @@ def _check_name(option: str, name: str, text: str) -> None:
 
 _REACHING = ("ssh", "mpi")
 _CLUSTERS = ("slurm", "sge", "ray", "yarn", "kubernetes")
-# An array job of sge asks the same for all, and each cell has names of its own for memory.
+# In an array job of sge, all tasks request the same, and each site names memory differently.
 _TWO_KINDS = ("slurm", "ray", "yarn", "kubernetes")
 _KUBERNETES = ("kubernetes",)
 
-# Each option: its names, the launchers for which it is not an error, how its value is called, and
-# what it means.
+# Each option: its names, the launchers that accept it, the name of its value, and its help text.
 _OPTIONS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("-n --num-workers", LAUNCHERS, "N", "number of workers"),
     ("-s --num-servers", LAUNCHERS, "N", "number of servers (default: number of workers)"),

@@ -1,9 +1,9 @@
-"""Who is started, with which command and which environment.
+"""The processes of a job, each with its command and environment.
 
-Pure: options and facts in, a list of :class:`ProcessSpec` out; nothing is started or read
-here. The variables are those of ps-lite's contract (``DMLC_*``) plus ``PS_JOB_ID``,
+This module is pure: it turns options and facts into a list of :class:`ProcessSpec`, and neither
+starts nor reads anything. The variables are those of ps-lite (``DMLC_*``) plus ``PS_JOB_ID``,
 ``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. Read
-``launch/job/supervisor.py`` next, which starts what is planned here.
+``launch/job/supervisor.py`` next, which starts these processes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ THREAD_COUNT_NAMES = (
     "NUMEXPR_NUM_THREADS",
 )
 
-# With it a worker that crashes in compiled code shows where its Python was (faulthandler).
+# With this variable, a crash in compiled code prints the Python stack (faulthandler).
 _FAULTS = "PYTHONFAULTHANDLER"
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*\Z")
-# What a job around this one left in the environment, and no process of this job may see.
+# Variables of an enclosing job, which no process of this job may see.
 _FOREIGN_NAMES = ("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK", AGENT_ID_NAME)
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process: ``environment`` is added to :func:`base_environment`."""
+    """One process. Its ``environment`` is added to :func:`base_environment`."""
 
     role: str
     rank: int
@@ -43,7 +43,7 @@ class ProcessSpec:
 
     @property
     def name(self) -> str:
-        """What users read in prefixes and reports; there is only one scheduler."""
+        """The name in prefixes and reports; the only scheduler needs no rank."""
         return self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
 
 
@@ -51,12 +51,12 @@ class ProcessSpec:
 class JobFacts:
     """The facts about this machine and this run that the plan needs.
 
-    ``checkout_root`` is the directory that makes ``kvstore`` importable, or None where the
-    package is installed: adding a ``site-packages`` to PYTHONPATH would give a worker that
-    runs under another interpreter the wrong libraries. ``key_file`` is the file with the job's
-    key, or None where the user has given one. The scheduler inherits the socket ``listen_fd``, and
-    writes a line to ``joined_fd`` once all have joined. ``worker_hosts`` are the names of the
-    workers' machines by rank; empty, this machine has them all. On that of worker 0,
+    ``checkout_root`` is the directory that makes ``kvstore`` importable, or None if the package is
+    installed: a ``site-packages`` on PYTHONPATH would give the wrong libraries to a worker that
+    runs under another interpreter. ``key_file`` is the file with the job's key, or None if the user
+    has provided a key. The scheduler inherits the socket ``listen_fd``, and writes a line to
+    ``joined_fd`` when all nodes have joined. ``worker_hosts`` are the names of the workers'
+    machines by rank; if it is empty, all workers run on this machine. On the machine of worker 0,
     ``store_port`` is free for the store of a framework, such as PyTorch's.
     """
 
@@ -80,8 +80,8 @@ def plan_job(
 ) -> list[ProcessSpec]:
     """Plan a job: the scheduler, then the servers, then the workers.
 
-    ``environ`` is the launcher's own environment; ``service_command`` starts a scheduler or
-    a server, whichever DMLC_ROLE says.
+    ``environ`` is the launcher's own environment. ``service_command`` starts a scheduler or a
+    server, depending on DMLC_ROLE.
     """
     job = _job_variables(options, facts)
     everyone = {
@@ -135,10 +135,10 @@ def plan_job(
 def _torch_variables(
     options: LaunchOptions, facts: JobFacts, given: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """Return torchrun's variables for each worker, for its scripts.
+    """Return the variables that torchrun would set, for each worker.
 
-    An address of the user's own stays; that of a job around this one does not. By
-    TORCHELASTIC_RUN_ID Lightning knows that it need not start ranks.
+    An address that the user has set is kept; an address of an enclosing job is not.
+    TORCHELASTIC_RUN_ID tells Lightning that it must not start ranks itself.
     """
     hosts = facts.worker_hosts or (facts.host,) * options.num_workers
     groups = [*dict.fromkeys(hosts)]
@@ -175,7 +175,7 @@ def script_of(command: Sequence[str]) -> str:
 
 
 def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
-    """Return what every process of the job is told, whatever the user has set."""
+    """Return the variables of every process of the job, which override the user's."""
     job = {
         "DMLC_PS_ROOT_URI": facts.host,
         "DMLC_PS_ROOT_PORT": str(facts.port),
@@ -190,15 +190,15 @@ def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
 
 
 def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's environment as the children may see it."""
+    """Return the launcher's environment without the variables of an enclosing job."""
     return {name: value for name, value in environ.items() if name not in _FOREIGN_NAMES}
 
 
 def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the exported address of the scheduler, or loopback and port 0.
+    """Return the scheduler's address from the environment, or loopback and port 0.
 
-    Inside a worker of another job the exported address is that job's, not a wish.
-    Raises :class:`LaunchError` when the exported port is not a port number.
+    Inside a worker of another job, the exported address is that job's, and is ignored. Raises
+    :class:`LaunchError` if the exported port is not a port number.
     """
     if is_within_a_job(environ):
         return "127.0.0.1", 0
@@ -209,9 +209,9 @@ def scheduler_address(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def brings_a_key(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
-    """Return whether the user has a key for this job.
+    """Return whether the user has provided a key for this job.
 
-    The key of an enclosing job does not count.
+    The key of an enclosing job is ignored.
     """
     if any(name == "PS_JOB_KEY_FILE" for name, _ in options.environment):
         return True
@@ -219,25 +219,25 @@ def brings_a_key(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
 
 
 def security(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the mechanism, plain on one host, unless the user chose one."""
+    """Return the variable for plain messages on one host, unless the user has set it."""
     chosen = bool(environ.get("PS_SECURITY")) and not is_within_a_job(environ)
     return {} if chosen else {"PS_SECURITY": "plain"}
 
 
 def is_within_a_job(environ: Mapping[str, str]) -> bool:
-    """Return whether these are the variables of another job's worker."""
+    """Return whether ``environ`` is the environment of another job's worker."""
     return "PS_JOB_ID" in environ and "DMLC_TASK_ID" in environ
 
 
 def worker_threads(
     options: LaunchOptions, environ: Mapping[str, str], cpu_count: int
 ) -> dict[str, str]:
-    """Return each worker's share of the processors as a number of threads.
+    """Return the variables that give each worker's threads its share of the cores.
 
     Workers that each start one BLAS thread per core are very slow.
 
-    A user who has set any of these variables knows better; then nothing is added, as where the
-    processors are not known (0).
+    Return nothing if the user has set any of these variables, or if the number of cores is unknown
+    (0).
     """
     given = {name for name, _ in options.environment + options.worker_environment}
     if not cpu_count or any(name in environ or name in given for name in THREAD_COUNT_NAMES):

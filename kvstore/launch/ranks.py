@@ -1,6 +1,7 @@
 """The rank of a process, from the variables of torchrun, mpiexec or srun.
 
-For layers on frameworks whose scripts do not say it themselves. Pure, but for the environment.
+The layers on frameworks use it when the script does not give a rank. Pure, except that it reads the
+environment.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from pslite.errors import ConfigError
 
 @dataclass(frozen=True)
 class MpiRank:
-    """What mpiexec or srun tells one of its processes."""
+    """The rank and size that mpiexec or srun gives to one of its processes."""
 
     rank: int
     size: int
     is_one_host: bool
-    #: The variable that told the rank.
+    #: The variable that contains the rank.
     name: str
 
 
 def rank_of(environ: Mapping[str, str]) -> MpiRank | None:
-    """Read what mpiexec or srun has set; None where neither has started this process.
+    """Return the rank that mpiexec or srun has set, or None if neither has.
 
     Raises ``ConfigError`` for numbers that contradict each other.
     """
-    # For each variable of the rank: that of the size, of the ranks or nodes on which they are.
+    # For each variable of a rank: the variables of the size, the ranks on this host, the hosts.
     others = {
         "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
         "MV2_COMM_WORLD_RANK": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", ""),
         "PMI_RANK": ("PMI_SIZE", "MPI_LOCALNRANKS", ""),
-        # A batch script has SLURM_PROCID and SLURM_NTASKS, too, though it is one process.
+        # SLURM_PROCID and SLURM_NTASKS are also set in a batch script, though that is one process.
         "SLURM_PROCID": ("SLURM_STEP_NUM_TASKS", "", "SLURM_STEP_NUM_NODES"),
     }
     for name in RANKS_OF_MPI:
@@ -58,7 +59,7 @@ def rank_of(environ: Mapping[str, str]) -> MpiRank | None:
 
 
 class RankOfProcess(NamedTuple):
-    """One of ``size`` processes that were started together."""
+    """The rank of one of ``size`` processes that were started together."""
 
     rank: int
     size: int
@@ -66,7 +67,7 @@ class RankOfProcess(NamedTuple):
 
 
 def rank_of_process(environ: Mapping[str, str] = os.environ) -> RankOfProcess:
-    """Return this process's rank from the environment; rank 0 of 1 if unset.
+    """Return this process's rank from the environment, or rank 0 of 1 if unset.
 
     Raises ``ConfigError`` for numbers that contradict each other.
     """

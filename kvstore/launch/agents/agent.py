@@ -1,10 +1,10 @@
 """The launcher's agent on another machine: it starts processes there.
 
-Run by :data:`BOOTSTRAP`, whose first words to the launcher are a line of JSON; after that both
-sides speak in frames (``wire.py``), over standard input and output. Everything it starts is
-killed at once when the launcher is gone: its link has closed, or has been silent for a minute.
-``launch/job/guardian.py`` does the same should the agent itself be killed. Runs on its process's
-main thread. The other end is ``remote.py``.
+The program of :func:`agent_program` runs it. First it sends the launcher one line of JSON; after
+that both sides exchange frames (``wire.py``) over standard input and output. When the link to the
+launcher closes, or is silent for a minute, the agent kills everything that it started. If the agent
+itself is killed, ``launch/job/guardian.py`` does the same. Runs on its process's main thread. The
+other end is ``remote.py``.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from pslite.version import __version__
 
 _GOODBYE_S = 5.0
 
-# What another machine's Python is given to run: it reads the rest of the program, one line of
-# JSON, from standard input, byte by byte, so that what follows is left for the agent.
+# The Python command on the other machine: it reads the rest of the program, one line of JSON, from
+# standard input, unbuffered, so that what follows is left for the agent.
 LOADER = 'import json;exec(json.loads(open(0,"rb",0,closefd=False).readline()))'
 
-# Standard library only: says in a greeting why no agent can be had here.
+# Standard library only: if the agent cannot run here, its greeting says why.
 _PROGRAM = """
 import json, os, socket, sys
 def fail(text):
@@ -100,11 +100,12 @@ def agent_program(
 ) -> str:
     """Return the Python program that runs ``main`` of ``module`` as an agent.
 
-    ``directory`` is where the processes will run; ``root`` the checkout that this package is in,
-    or None where it is installed. It is used on the other machine if it is there as well.
-    ``join_answer`` is the name of a program in the same directory that is told why there is no
-    agent, where no process reads what this one prints. ``remedy`` is what to do where there is no
-    such directory. ``script`` is a file that ``agent`` looks for in it.
+    ``directory`` is the working directory of the processes. ``root`` is the checkout that contains
+    this package, or None if the package is installed; the other machine uses it if it exists there
+    as well. ``join_answer`` is for machines where no process reads what this program prints: it
+    names a program in the same directory that sends the launcher the reason why there is no agent.
+    ``remedy`` tells users what to do if ``directory`` does not exist. The agent reports whether the
+    file ``script`` exists in the directory.
     """
     return _PROGRAM.format(
         greeting=GREETING,
@@ -124,13 +125,13 @@ def bootstrap(directory: str, root: str | None, script: str = "") -> bytes:
 
 
 def main(script: str = "") -> None:
-    """Serve the launcher at the other end of standard input and output, and end.
+    """Serve the launcher over standard input and output until the job ends.
 
-    ``script``: a file to look for, "" for none.
+    ``script`` is a file whose existence the agent reports; "" means none.
     """
     read_fd, write_fd = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)  # nothing that runs here may take the launcher's words, or add to ours
+    os.dup2(null, 0)  # no process here may read the launcher's frames, or write between ours
     os.dup2(2, 1)
     os.close(null)
     # "client's address, its port, server's address, its port" (sshd(8), ENVIRONMENT)
@@ -142,7 +143,7 @@ def main(script: str = "") -> None:
 
 
 def machine(script: str = "") -> dict[str, Any]:
-    """Describe this machine to the launcher, and whether ``script`` exists on it."""
+    """Describe this machine for the launcher, and whether ``script`` is missing on it."""
     return {
         "version": __version__,
         "host": socket.gethostname(),
@@ -170,9 +171,9 @@ def _has_free_port() -> bool:
 
 
 def with_environment_of_python(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables as if this Python's virtual environment were activated.
+    """Return ``variables`` as if this Python's virtual environment were activated.
 
-    A login without a terminal has not done that, and ``python`` would mean another.
+    A login without a terminal has not activated it, and ``python`` would be another one.
     """
     if sys.prefix == sys.base_prefix:
         return dict(variables)
@@ -182,7 +183,7 @@ def with_environment_of_python(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _as_here(spec: ProcessSpec, variables: Mapping[str, str]) -> ProcessSpec:
-    """Return a command with this machine's Python and the path to this package."""
+    """Return the process with this machine's Python and the path to this package."""
     argv, environment = spec.argv, dict(spec.environment)
     is_worker = spec.role == "worker"
     if not is_worker:
@@ -196,9 +197,9 @@ def _as_here(spec: ProcessSpec, variables: Mapping[str, str]) -> ProcessSpec:
 
 
 class Agent:
-    """Serves the launcher at the other end of ``link``, which it owns.
+    """Serves the launcher at the other end of ``link``, and owns the link.
 
-    ``key`` is the job's, if the agent has it before the launcher says what to start.
+    ``key`` is the job's key, if the agent knows it before the launcher sends START.
     """
 
     def __init__(self, link: AgentLink, signals: SignalPipe, key: str = "") -> None:
@@ -239,7 +240,7 @@ class Agent:
         if signal.SIGCHLD in arrived and self._place is not None:
             self._tell(self._place.sweep())
         for key, _ in ready:
-            if key.data is not None and not self._is_over:  # what else was ready is closed
+            if key.data is not None and not self._is_over:  # after the end, the others are closed
                 self._tell(key.data(time.monotonic()))
 
     def _read(self, now_s: float) -> list[Event]:
@@ -260,7 +261,7 @@ class Agent:
         return []
 
     def _start(self, found: Mapping[str, Any]) -> None:
-        """Start the processes of a message; ``wire.py`` describes it."""
+        """Start the processes of a START message; ``wire.py`` describes it."""
         agent_id, job_id = secrets.token_hex(8), found["job_id"]
         guardian = GuardianProcess(job_id, os.environ, agent_id)
         self._cleanup.callback(guardian.dismiss)
@@ -270,7 +271,7 @@ class Agent:
         variables = {**here, **found["variables"], AGENT_ID_NAME: agent_id}
         if key := found["key"] or self._key:
             path = new_key_file()
-            # Removed first at the end: a cluster may kill all here any moment.
+            # Removed first at the end, since a cluster may kill all processes here at any moment.
             self._cleanup.callback(shutil.rmtree, path.parent, ignore_errors=True)
             guardian.remove_at_the_end(path.parent)
             write_key(path, key)

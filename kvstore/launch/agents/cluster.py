@@ -1,11 +1,11 @@
-"""The interface of clusters that start agents, and what they share.
+"""The interface of clusters that start agents, and functions that they share.
 
-Slurm, Grid Engine, YARN, Ray and mpirun start all agents of a job by one command. Each is a
-:class:`Cluster` in ``launch/backends``: it states its commands and reads what they print. All else
-is written once, in ``cluster_job.py``: the gate for the agents, the wait for
-them, and what takes the job out of the queue however the launcher ends. The functions, which
-``launch/backends/ssh.py`` uses too, say which of this machine's variables processes elsewhere get,
-at which address the scheduler serves, and what agents have told of their machines.
+On Slurm, Grid Engine, YARN, Ray and mpirun, one command starts all agents of a job. Each of these
+is a subclass of :class:`Cluster` in ``launch/backends``: it builds the commands and reads their
+output. Everything else is in ``cluster_job.py``: the gate for the agents, the wait for them, and
+the code that takes the job out of the queue however the launcher ends. The functions here, which
+``launch/backends/ssh.py`` uses too, choose the variables for processes on other machines and the
+scheduler's address, and evaluate the agents' greetings.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ from kvstore.launch.plan import THREAD_COUNT_NAMES, scheduler_address
 from pslite.errors import ConfigError
 from pslite.node.address import interface_address
 
-_FIRST_LINES, _LAST_LINES = 10, 10  # of what a command said, around which the reason may be
+_FIRST_LINES, _LAST_LINES = 10, 10  # of a command's output; one of them usually says the reason
 
 Member = tuple[str, int]
-"""A role and the rank in it."""
+"""A role and a rank."""
 
 
 class Cluster:
-    """One job on one kind of cluster: its commands, and how to read output.
+    """One job on one kind of cluster: its commands, and how to read their output.
 
-    ``environ`` is what the commands get. A backend says the rest by its attributes and methods.
+    ``environ`` is the commands' environment. A backend overrides the attributes and methods.
     """
 
-    #: The program that submits, as people are told.
+    #: The name of the submitting program, for messages.
     program = ""
-    #: An agent's rank is in the first of these variables that is set.
+    #: Variables of which the first that is set contains an agent's rank.
     rank_names: Sequence[str] = ()
-    #: What the first rank is called.
+    #: The number of the first rank.
     first_rank = 0
-    #: Where ranks are only wishes, an agent whose rank is unknown, or taken, gets a free one.
+    #: An agent without a valid, free rank gets any free rank.
     only_wishes = False
-    #: The cluster starts another agent for one that is lost before the job has begun.
+    #: The cluster replaces an agent that is lost before the job has begun.
     replaces = False
-    #: Seconds that the next agent may need to come; None where a job can wait in a queue.
+    #: The longest wait for the next agent in seconds; None if a job can wait in a queue.
     connect_s: float | None = None
-    #: Seconds that the command may need to end once no agent is left.
+    #: Seconds that the command may take to end after all agents have ended.
     ending_s = 5.0
-    #: The command takes the job out of the cluster by itself when it is ended.
+    #: The command removes the job from the cluster by itself when it is ended.
     clears_up = False
-    #: The command writes to a terminal: on a pipe many a program keeps its lines for long.
+    #: The command writes to a terminal, since many programs buffer what they write to a pipe.
     has_terminal = False
-    #: What agents run that have lost their launcher; variables in it are theirs.
+    #: The command that agents run when they lose their launcher; its variables are the agent's.
     if_lost: Sequence[str] = ()
-    #: The processors of each worker where no option names them but the cluster gives this many;
-    #: None: those that agents see.
+    #: The processor cores of each worker, if no option sets them but the cluster does; None means
+    #: the cores that agents see.
     worker_cores: int | None = None
-    #: Of the GPUs that its agent sees, each worker gets this many; 0 leaves that to the cluster.
+    #: How many of its agent's GPUs each worker gets; 0 leaves that to the cluster.
     worker_gpus = 0
 
     def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
         self.options = options
         self.places = options.places
         self.environ = dict(environ)
-        #: Who each agent will be, in the order of the agents' ranks.
+        #: Each agent's role and rank, in the order of the agents' ranks.
         self.members: Sequence[Member] = servers_then_workers(options)
 
     def submit(self, directory: Path) -> list[str]:
@@ -80,15 +80,15 @@ class Cluster:
         raise NotImplementedError
 
     def texts(self, ticket: AgentTicket) -> Mapping[str, str]:
-        """Return further files of the job's directory, by name."""
+        """Return further files of the job's directory: their names and contents."""
         return {}
 
     def poll(self) -> str:
-        """Return what the job waits for, in the system's own words; "" for nothing to say."""
+        """Return why the job waits, in the cluster's own words, or ""."""
         return ""
 
     def trouble(self) -> str | None:
-        """Return why an agent cannot come; called each second while any is awaited."""
+        """Return why an agent cannot come, or None; called each second during the wait."""
         return None
 
     def fatal(self, line: str) -> str | None:
@@ -96,27 +96,27 @@ class Cluster:
         return None
 
     def is_news(self, line: str) -> bool:
-        """Return whether people shall see this ``line`` of the command's."""
+        """Return whether to show this ``line`` of the command's output to the user."""
         return True
 
     def is_submitting(self) -> bool:
-        """Return whether the job may be there and :meth:`cancel` does not know it yet."""
+        """Return whether the job may exist while :meth:`cancel` cannot cancel it yet."""
         return False
 
     def cancel(self, line: str) -> Sequence[str] | None:
-        """Return the command that cancels the job, once a ``line`` identifies it."""
+        """Return the command that cancels the job; None until a ``line`` names the job."""
         return None
 
     def refusal(self, lines: Sequence[str]) -> str | None:
-        """Return why no job exists, if the command has ended and its ``lines`` say so."""
+        """Return why no job exists, if ``lines`` of the ended command say so, else None."""
         return None
 
     def explain(self, lines: Sequence[str], code: int) -> str:
-        """Return why the command has ended before all agents had come."""
+        """Return why the command ended before all agents had connected."""
         return self.refusal(lines) or ended(self.program, lines, code)
 
     def agent(self, directory: Path) -> list[str]:
-        """Return what hosts have to run to become agents of the job in ``directory``."""
+        """Return the command that makes a host an agent of the job in ``directory``."""
         return [self.options.python or sys.executable, str(directory / PROGRAM_NAME)]
 
 
@@ -128,7 +128,7 @@ def servers_then_workers(options: LaunchOptions) -> list[Member]:
 
 
 def print_processes(options: LaunchOptions, named: Sequence[tuple[str, str]]) -> None:
-    """Print the commands of servers and workers, by role and name, for a dry run."""
+    """Print the commands of servers and workers for a dry run; ``named``: role, name."""
     print("# scheduler: this machine")
     for role, name in named:
         words = options.command if role == "worker" else ("python", "-m", "kvstore.server")
@@ -136,21 +136,21 @@ def print_processes(options: LaunchOptions, named: Sequence[tuple[str, str]]) ->
 
 
 def ended(what: str, lines: Sequence[str], code: int) -> str:
-    """Return a sentence on a command that ended too early; ``code`` as in subprocess."""
+    """Return a sentence about a command that ended too early; ``code``: subprocess's."""
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"{what} ended ({how}) before all processes had started{it_said(lines)}"
 
 
 def it_said(lines: Sequence[str]) -> str:
-    """Return the end of a sentence that quotes a command's output."""
+    """Return the end of a sentence, with a quotation of a command's output."""
     said = quoted(lines)
     return f"; it said:{said}" if said else ""
 
 
 def ask(words: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[str, int]:
-    """Run a command that only looks; return what it printed and its exit code.
+    """Run a command that changes nothing; return its output and its exit code.
 
-    "" and 127 where it cannot be run, or does not answer within ``timeout_s``.
+    Return "" and 127 if it cannot run or does not end within ``timeout_s``.
     """
     try:
         done = subprocess.run(
@@ -168,19 +168,19 @@ def ask(words: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> t
 
 
 def quoted(lines: Sequence[str]) -> str:
-    """Return the first and last lines of a command's output, a line each."""
+    """Return the first and last lines of a command's output, each on its own line."""
     said = [line.strip() for line in lines]
     shown = [*said[:_FIRST_LINES], *said[_FIRST_LINES:][-_LAST_LINES:]]
     return "".join(f"\n  {line}" for line in shown)
 
 
-# What of the launcher's environment the hosts get, but for OF_ONE_MACHINE.
+# The launcher's variables that hosts get, except for OF_ONE_MACHINE.
 _FORWARDED_PREFIXES = ("DMLC_", "PS_", "KVSTORE_", "MXNET_KVSTORE_")
 _FORWARDED = (*THREAD_COUNT_NAMES, "KMP_AFFINITY", "LD_LIBRARY_PATH", "PYTHONPATH")
 
 
 def forwarded_variables(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what all processes elsewhere get besides what their machine gives them."""
+    """Return the launcher's variables that processes on other machines get."""
     return {
         name: value
         for name, value in environ.items()
@@ -195,9 +195,10 @@ def forwarded_variables(options: LaunchOptions, environ: Mapping[str, str]) -> d
 def are_here(
     programs: Sequence[str], options: LaunchOptions, environ: Mapping[str, str], remedy: str
 ) -> bool:
-    """Return if the cluster's ``programs`` are on the PATH; False in dry runs.
+    """Return whether the cluster's ``programs`` are on the PATH.
 
-    ``--dry-run`` alone continues without them and says so; otherwise raises :class:`LaunchError`.
+    If one is missing, ``--dry-run`` alone prints a note and continues; otherwise this raises
+    :class:`LaunchError`.
     """
     for name in programs:
         if shutil.which(name, path=environ.get("PATH")) is None:
@@ -207,16 +208,17 @@ def are_here(
 
 
 def without(sentence: str, options: LaunchOptions, *, exit_code: int = 1) -> None:
-    """Raise if a part of the cluster is missing, unless in ``--dry-run``."""
+    """Raise if a part of the cluster is missing, except in ``--dry-run``."""
     if options.check or not options.dry_run:
         raise LaunchError(sentence, exit_code=exit_code)
     say(f"{sentence} (what follows is only shown)")
 
 
 def wished_address(environ: Mapping[str, str]) -> tuple[str | None, int]:
-    """Return the scheduler's address: exported, or DMLC_INTERFACE's, or None.
+    """Return the scheduler's host and port from the environment.
 
-    And the port, 0 for any. Raises :class:`LaunchError`.
+    The host is the exported one, or the address of DMLC_INTERFACE, or None; port 0 means any.
+    Raises :class:`LaunchError`.
     """
     host, port = scheduler_address(environ)
     if host != "127.0.0.1":
@@ -230,13 +232,13 @@ def wished_address(environ: Mapping[str, str]) -> tuple[str | None, int]:
 
 
 def common_address(seen: Sequence[str]) -> str:
-    """Return the commonest address of this machine that all others can use."""
+    """Return the address of this machine that most agents used; avoid loopback."""
     reached = [address for address, _ in Counter(seen).most_common()]
     return next((one for one in reached if not is_loopback(one)), (*seen, "127.0.0.1")[0])
 
 
 def seen_from_away(greetings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the addresses of this machine that agents elsewhere have reached."""
+    """Return the addresses at which agents on other machines reached this one."""
     here = network_id()
     away = [one for one in greetings if one.get("network") != here]
     return [str(one.get("reached_from")) for one in away or greetings]
@@ -250,7 +252,7 @@ def is_loopback(address: str) -> bool:
 
 
 def agent_row(label: str, found: Mapping[str, Any]) -> CheckResult:
-    """Return the table row of an agent; its greeting proves login and Python."""
+    """Return the ``--check`` row of an agent; its greeting proves login and Python."""
     away_s = float(found.get("time_s", 0.0)) - time.time()
     parts = [
         f"{found.get('host')}: Python {found.get('python')}, kvstore {found.get('version')}",
@@ -269,7 +271,7 @@ def agent_row(label: str, found: Mapping[str, Any]) -> CheckResult:
 
 
 def core_count(greetings: Sequence[Mapping[str, Any]]) -> int:
-    """Return the processors of all agents together; some may be shared."""
+    """Return how many processor cores all agents have; count shared cores once."""
     found: dict[str, set[int]] = {}
     for greeting in greetings:
         found.setdefault(str(greeting.get("machine")), set()).update(greeting.get("cores", ()))

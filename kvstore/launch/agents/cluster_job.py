@@ -1,11 +1,12 @@
 """The code that launchers on mpirun, srun and qsub share.
 
-Such a launcher says in a :class:`Cluster` which command starts as many agents as there are servers
-and workers, and how an agent knows which one it is. The rest is here: a ticket for the agents
-(``join.py``), a gate where they come in (``gate.py``), the command itself as a place of its own
-(:class:`Carrier`), and then the job as everywhere, with the scheduler on this machine. What the
-command prints are notes for the user, and the reason if it ends before all agents have come. Runs
-on the main thread. Read ``launch/job/run.py`` and ``remote.py`` first.
+Such a launcher is a :class:`Cluster`: it defines the command that starts one agent for each server
+and worker, and how an agent learns its rank. The rest is here: a ticket for the agents
+(``join.py``), a gate at which they connect (``gate.py``), and the command itself as a place
+(:class:`Carrier`). After that, the job runs as with any launcher, with the scheduler on this
+machine. The command's output is shown as notes; if the command ends before all agents have
+connected, it explains the failure. Runs on the main thread. Read ``launch/job/run.py`` and
+``remote.py`` first.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ from pslite.node.address import local_addresses
 
 _CHECK_S = 60.0
 _DIRECTORY_SHOWN = Path("JOBDIR")
-_KEPT_LINES = 200  # the last of them
-_ENDING_S = 5.0  # for the command to end by itself once no agent is left, and after SIGTERM
+_KEPT_LINES = 200  # only the last lines are kept
+_ENDING_S = 5.0  # for the command to end after its agents, and again after SIGTERM
 _NO_PROGRAM = re.compile(rf"can't open file '([^']*{re.escape(PROGRAM_NAME)})'")
 _CANCEL_S = 30.0
-_TROUBLE_S = 1.0  # between one look for it and the next
-_ROSTER_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # between one roster and the next
+_TROUBLE_S = 1.0  # between two calls of Cluster.trouble
+_ROSTER_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # between two reports of the awaited agents
 
 
 def run_on(
@@ -74,9 +75,9 @@ def run_on(
     service_command: Sequence[str],
     timing: Timing,
 ) -> int:
-    """Run a job, as ``run_job`` does, on the cluster that ``cluster_of`` returns."""
+    """Run a job on the cluster that ``cluster_of`` returns; see ``run_job``."""
     cluster = cluster_of(options, environ)
-    allow_files(3 * len(cluster.members))  # two for its agent, and a log
+    allow_files(3 * len(cluster.members))  # each agent: two for its link, one for its log
     if options.dry_run or options.check:
         check_plan(options, environ, service_command)
     if options.dry_run:
@@ -112,13 +113,13 @@ def _start_agents(
     key: str,
     script: str = "",
 ) -> tuple[list[AgentPlace], Path]:
-    """Start the agents and wait for them; return them and their directory.
+    """Start the agents and wait for them; return their places and the job's directory.
 
     Raises :class:`LaunchError`.
     """
     agents = [AgentPlace(f"{one[0]} {one[1]}", cluster.replaces) for one in cluster.members]
     host, scheduler_port = wished_address(environ)
-    if scheduler_port:  # is it in use? Not after hours in a queue
+    if scheduler_port:  # if the port is in use, say so now and not after hours in a queue
         listen(host or "0.0.0.0", scheduler_port).close()
     listener = listen(host, 0) if host else _listen_everywhere()
     directory = job_directory(environ)
@@ -141,14 +142,14 @@ def _start_agents(
 
 
 def own_addresses() -> list[str]:
-    """Return this machine's addresses; those that only it can use come last."""
+    """Return this machine's addresses, loopback addresses last."""
     found = [address for of_one in local_addresses().values() for address in of_one]
-    found += [socket.gethostname(), "127.0.0.1"]  # where the system cannot be asked
+    found += [socket.gethostname(), "127.0.0.1"]  # in case the system does not list the others
     return sorted(dict.fromkeys(found), key=is_loopback)
 
 
 def _listen_everywhere() -> socket.socket:
-    """Listen on every interface; agents show later which ones they can reach."""
+    """Return a socket that listens on every interface; agents find a usable address."""
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(
@@ -176,12 +177,12 @@ def _check(
 ) -> int:
     """Start the agents, print a row for each, and return 0, or 1 on failure."""
     with checking(environ, timing) as supervisor:
-        # Who checks wants to know soon, also where a job may wait.
+        # A check must end soon, even where a job may wait in a queue.
         cluster.connect_s = min(cluster.connect_s or _CHECK_S, _CHECK_S)
         script = script_of(options.command)
         agents, _ = _start_agents(supervisor, environ, cluster, new_key(), script)
         for place in agents:
-            place.finish(0.0)  # else they would take their launcher for lost
+            place.finish(0.0)  # otherwise they would believe that their launcher is lost
         rows = [
             agent_row(f"{role} {rank}@{place.label}", place.greeting or {})
             for (role, rank), place in zip(cluster.members, agents, strict=True)
@@ -193,7 +194,7 @@ def _check(
 
 
 class Carrier(Place):
-    """The process ``argv`` of ``cluster``; ``workers`` are the agents by rank."""
+    """The command ``argv`` of ``cluster``; ``workers`` are the agents' places by rank."""
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class Carrier(Place):
         self._workers = workers
         self._guardian = guardian
         self._cancellation: Sequence[str] | None = None
-        self._said: deque[str] = deque(maxlen=_KEPT_LINES)  # before all agents had come
+        self._said: deque[str] = deque(maxlen=_KEPT_LINES)  # output before all had connected
         self._unshown: deque[str] = deque(maxlen=_KEPT_LINES)
         self._has_begun = False
         self._is_over = False
@@ -224,9 +225,9 @@ class Carrier(Place):
         return [name for place in self._workers for name in place.awaited()]
 
     def admit(self, link: AgentLink, greeting: Mapping[str, Any]) -> list[Event]:
-        """Take an agent that greeted at the gate. An unknown or taken rank is sent away.
+        """Take an agent that greeted at the gate; send away an unknown or taken rank.
 
-        Or there is no agent, and it says why.
+        If the greeting is an error instead, the job fails with its text.
         """
         rank = greeting.get("rank")
         host = str(greeting.get("host"))
@@ -244,7 +245,7 @@ class Carrier(Place):
         if place.is_connected and not place.is_replaceable:
             link.close()
             return [Note(f"{host}: a second agent with the rank {rank} came and was sent away")]
-        # The cluster starts another where it knows that the first is lost.
+        # The cluster starts a second agent only if it knows that the first is lost.
         events = place.leave("is replaced by another") if place.is_connected else []
         place.label = host
         place.greet(link, greeting)
@@ -260,32 +261,32 @@ class Carrier(Place):
             stream.adjust(selector, paused=paused)
 
     def heard(self, lines: Sequence[bytes]) -> list[Event]:
-        """Handle a line that the command, or one of its agents, has printed."""
+        """Handle lines that the command, or one of its agents, has printed."""
         notes: list[Event] = []
         for line in lines:
             if GREETING in line:
-                self._fail(refusal(line))  # the first reason counts
+                self._fail(refusal(line))  # the first reason is kept
                 continue
             text = line.decode(errors="replace").rstrip()
             if not text.strip(" -="):
-                continue  # an ornament
+                continue  # a separator line
             self._learn_to_cancel(text)
             if not self._cluster.is_news(text) or self._is_over:
-                continue  # the end of agents is not a failure
+                continue  # after the job's end, the end of agents is not a failure
             if self._has_begun:
                 notes.append(self._note(text))
                 continue
             self._said.append(text)
             if self.failure is None:
                 self.failure = _not_shared(text) or self._cluster.fatal(text)
-            if self.failure is None:  # which is said by itself
+            if self.failure is None:  # a failure is reported by itself
                 self._unshown.append(text)
         return notes
 
     def sweep(self) -> list[Event]:
         if self._process.returncode is not None or (code := self._process.poll()) is None:
             return []
-        with suppress(OSError):  # what it has left behind: its number may soon be another's
+        with suppress(OSError):  # processes that it left behind: its number may soon be reused
             os.killpg(self._process.pid, signal.SIGTERM)
         if not self.awaited():
             is_news = code != 0 and not self._is_over
@@ -329,8 +330,8 @@ class Carrier(Place):
     def close(self) -> None:
         """Wait a moment for the command to end; agents end when their links close.
 
-        If it has not ended well by then, or the job has not begun, that is taken out of the
-        cluster.
+        If the command has not succeeded by then, or the job has not begun, cancel the cluster's
+        job.
         """
         if self._has_begun:
             self._wait(self._hung_up_s + self._cluster.ending_s)
@@ -341,7 +342,7 @@ class Carrier(Place):
         self._signal(signal.SIGTERM)
         self._wait(time.monotonic() + _ENDING_S)
         if self._cluster.clears_up and (was_killed or self._process.poll() is None):
-            self._take_out()  # it could not
+            self._take_out()  # the command could not do it itself
         self._signal(signal.SIGKILL)
         self._process.wait()
         for stream in self._streams:
@@ -352,17 +353,17 @@ class Carrier(Place):
             self.failure = reason
 
     def _note(self, text: str) -> Note:
-        """Print a note once, with the command's name in front."""
+        """Return a note with the command's name in front, unless it is there already."""
         prefix = f"{self._cluster.program}: "
         return Note(text if text.startswith(prefix) else prefix + text)
 
     def _state(self) -> str:
-        """Return the cluster's state, with a colon in front."""
+        """Return a colon and the cluster's state, or ""."""
         state = self._cluster.poll()
         return f": {state}" if state else ""
 
     def _wait(self, until_s: float, is_to_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Wait until ``until_s`` for the command's end, and read its output meanwhile."""
+        """Wait until ``until_s`` for the command to end, and read its output meanwhile."""
         while is_to_go_on() and self._process.poll() is None:
             if (left_s := until_s - time.monotonic()) <= 0:
                 return
@@ -381,7 +382,7 @@ class Carrier(Place):
         has_done_well = self._has_begun and self._process.poll() == 0
         if self._cancellation is None or has_done_well:
             return
-        # Where it fails, what the command does when it is ended has to do.
+        # If this fails, the command's own cleanup must suffice.
         succeeds(self._cancellation, _CANCEL_S, self._cluster.environ)
         self._wait(time.monotonic() + _ENDING_S)
 
@@ -391,7 +392,7 @@ class Carrier(Place):
 
 
 def _not_shared(line: str) -> str | None:
-    """Return a sentence if ``line`` is Python's error about a missing program."""
+    """Return a sentence if ``line`` is Python's error about the missing agent program."""
     if (found := _NO_PROGRAM.search(line)) is None:
         return None
     what = f"set {SHARED_NAME} to a directory that all hosts share"
@@ -399,7 +400,7 @@ def _not_shared(line: str) -> str | None:
 
 
 def refusal(line: bytes) -> str:
-    """Return the reason in a line by which a program refuses to become an agent."""
+    """Return the reason from the line with which a program refused to become an agent."""
     try:
         found = json.loads(line[line.index(GREETING) + len(GREETING) :])
         return f"{found['host']}: {found['error']}"
@@ -410,7 +411,7 @@ def refusal(line: bytes) -> str:
 def _started(
     argv: Sequence[str], environment: Mapping[str, str], has_terminal: bool
 ) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
-    """Start the command; return it and its output streams. Raises OSError."""
+    """Start the command; return its process and its output streams. Raises OSError."""
     ours, theirs = os.openpty() if has_terminal else (-1, subprocess.PIPE)
     try:
         process = subprocess.Popen(

@@ -1,8 +1,9 @@
-"""The launcher's entrance for agents: a socket that listens until all connect.
+"""The launcher's gate: a socket that listens until all agents have connected.
 
-A visitor has a few seconds to prove that it knows the job's key (``join_answer.py``) and to greet;
-only then is it given to the caller that waits for agents. Strangers are closed without a word.
-Never blocks; runs on the launcher's main thread. Read ``cluster_job.py`` next.
+A visitor (a new connection) has a few seconds to prove that it knows the job's key
+(``join_answer.py``) and to greet; only then is its link given to the code that waits for agents.
+The gate closes other connections without an answer. It never blocks, and runs on the launcher's
+main thread. Read ``cluster_job.py`` next.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from kvstore.launch.agents.join_answer import HELLO, NONCE_BYTES, PROOF_BYTES, H
 from kvstore.launch.agents.wire import GREET, AgentLink, LinkLost
 from kvstore.launch.job.places import Event, IndexedSpecs, Note, Place
 
-VISIT_S = 10.0  # from the connection to the greeting
-MOST_VISITORS = 512  # that have not greeted yet
-_PAUSE_S = 1.0  # while no more files can be opened
-_AT_ONCE = 64  # connections that one turn takes
+VISIT_S = 10.0  # from connecting until the greeting has arrived
+MOST_VISITORS = 512  # visitors that have not greeted yet
+_PAUSE_S = 1.0  # pause after reaching the limit of open files
+_AT_ONCE = 64  # connections accepted in one call
 
 Admit = Callable[[AgentLink, Mapping[str, Any]], list[Event]]
 
 
 class AgentListener(Place):
-    """The listening socket for agents; ``admit`` gets the link and greeting.
+    """The listening socket for agents; calls ``admit`` with each link and greeting.
 
     It owns ``listener``; ``admit`` takes over the link.
 
@@ -65,7 +66,7 @@ class AgentListener(Place):
                 connected, _ = self._listener.accept()
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    return []  # the visitor has gone again
+                    return []  # the visitor has already disconnected
                 self._paused_until_s = now_s + _PAUSE_S
                 text = f"cannot let all agents in: {error.strerror}; raise 'ulimit -n'"
                 is_new, self._has_complained = not self._has_complained, True
@@ -74,7 +75,7 @@ class AgentListener(Place):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if len(self._visitors) >= MOST_VISITORS:
-                # Strangers, who say nothing, make room for others.
+                # Visitors that have not proved the key make room for others.
                 strangers = [one for one in self._visitors if not one.is_known]
                 self._send_away((strangers or self._visitors)[0])
             self._visitors.append(_Visitor(connected, self._key, now_s))
@@ -84,7 +85,7 @@ class AgentListener(Place):
         """Handle what a visitor has sent."""
         try:
             if visitor not in self._visitors or (found := visitor.hear(now_s)) is None:
-                return []  # it was sent away meanwhile, or has more to say
+                return []  # the visitor was sent away meanwhile, or its greeting is incomplete
         except (LinkLost, OSError):
             self._send_away(visitor)
             return []
@@ -92,7 +93,7 @@ class AgentListener(Place):
         return self._admit(*found)
 
     def tick(self, now_s: float) -> tuple[list[Event], float | None]:
-        """Send away who takes too long."""
+        """Send away visitors that take too long."""
         for visitor in [one for one in self._visitors if one.until_s <= now_s]:
             self._send_away(visitor)
         if self._paused_until_s is not None and self._paused_until_s <= now_s:
@@ -102,7 +103,7 @@ class AgentListener(Place):
         return [], min(due_s) - now_s if due_s else None
 
     def close(self) -> None:
-        """Let no more agents in. May be called again."""
+        """Close the socket and all visitors. May be called again."""
         self._listener.close()
         for visitor in list(self._visitors):
             self._send_away(visitor)
@@ -113,7 +114,7 @@ class AgentListener(Place):
 
 
 class _Visitor:
-    """Somebody who has not greeted yet."""
+    """A connection that has not greeted yet."""
 
     def __init__(self, connected: socket.socket, key: str, now_s: float) -> None:
         self.until_s = now_s + VISIT_S
@@ -123,13 +124,13 @@ class _Visitor:
         self._said = b""
         self._link: AgentLink | None = None
         try:
-            connected.send(HELLO + self._nonce)  # an empty buffer takes so much
+            connected.send(HELLO + self._nonce)  # fits into an empty buffer
         except OSError:
             self.until_s = now_s
 
     @property
     def is_known(self) -> bool:
-        """Whether it has proved that it knows the key."""
+        """Whether the visitor has proved that it knows the key."""
         return self._link is not None
 
     @property
@@ -137,13 +138,16 @@ class _Visitor:
         return self._socket.fileno() if self._link is None else self._link.read_fd
 
     def hear(self, now_s: float) -> tuple[AgentLink, Mapping[str, Any]] | None:
-        """Return the link and the greeting once it has come. Raises LinkLost or OSError."""
+        """Return the link and the greeting, or None until it has arrived.
+
+        Raises LinkLost or OSError.
+        """
         if self._link is None:
             self._hear_proof()
             return None
         if not (messages := self._link.receive(now_s)):
             return None
-        if messages[0][0] != GREET or len(messages) > 1:  # it is not its turn to say more
+        if messages[0][0] != GREET or len(messages) > 1:  # an agent then waits for START
             raise LinkLost("it does not greet")
         return self._link, messages[0][1]
 
@@ -163,5 +167,5 @@ class _Visitor:
             raise LinkLost("it does not know the job's key")
         self._socket.send(handshake.launcher_proof())
         seals = handshake.seal_to_launcher(), handshake.seal_to_agent()
-        write_fd = os.dup(self._socket.fileno())  # may fail, and then all is as it was
+        write_fd = os.dup(self._socket.fileno())  # may fail; nothing has changed then
         self._link = AgentLink(self._socket.detach(), write_fd, time.monotonic(), seals=seals)

@@ -1,11 +1,11 @@
-"""How an agent started by mpirun, srun, qsub or YARN finds its launcher.
+"""The code with which an agent of mpirun, srun, qsub or YARN joins its launcher.
 
 The launcher makes a directory that the hosts of the job share (mode 0700), writes a ticket and a
-program into it (mode 0600) and removes it at the end; the hosts are told to run the program, so
-that no secret is on any command line and no variable has to be passed on. Where no directory is
-shared, a ticket can be handed over in another way: it is a few hundred bytes of text. The program
-becomes :func:`main`, which reads the ticket, connects to the launcher's gate (``gate.py``), proves
-that it knows the job's key and serves from then on (``agent.py``), on its process's main thread.
+program into it (mode 0600), and removes it at the end. The hosts get the command to run the
+program, so no secret is on a command line and no variable has to be passed on. Where hosts share no
+directory, the ticket (a few hundred bytes of text) can reach them in another way. The program runs
+:func:`main`, which reads the ticket, connects to the launcher's gate (``gate.py``), proves that it
+knows the job's key, and then serves as an agent (``agent.py``) on its process's main thread.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from kvstore.launch.options import OF_ONE_MACHINE, LaunchError
 TICKET_NAME = "ticket.json"
 PROGRAM_NAME = "agent.py"
 _ADVICE = f"set {SHARED_NAME} to a directory that all hosts of the job share and you can write to"
-_CONNECT_S = 5.0  # for each of the launcher's addresses
+_CONNECT_S = 5.0  # for each address of the launcher
 _PATIENCE_S = 45.0
 _PAUSE_S = 1.0
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
 _COMMAND_S = 20.0
-_TURN_S = 0.2  # the first agent's command ends the others, mostly before it is their turn
+_TURN_S = 0.2  # the first agent's command usually ends the others before their turn
 _LAST_TURN_S = 10.0
 
 
 @dataclass(frozen=True)
 class AgentTicket:
-    """Where the launcher listens and what it takes to be let in.
+    """The launcher's address, and everything that an agent needs to join.
 
-    An agent tries the ``addresses`` in their order. Its rank is in the first of the variables
-    ``rank_names`` that is set, where the first rank is ``first_rank``. ``if_lost`` is a command
-    that it runs when it has lost its launcher; variables in it are the agent's. ``script`` is a
-    file that it looks for, "" for none.
+    An agent tries the ``addresses`` in their order. Its rank is in the first variable of
+    ``rank_names`` that is set; the first rank is ``first_rank``. ``if_lost`` is the command that an
+    agent runs when it has lost its launcher; its variables are the agent's. ``script`` is a file
+    whose existence the agent reports; "" means none.
     """
 
     addresses: Sequence[str]
@@ -78,11 +78,9 @@ class AgentTicket:
 
 
 def job_directory(environ: Mapping[str, str]) -> Path:
-    """Return an unguessable name for the directory of a new job.
+    """Return an unguessable path for the directory of a new job; create nothing.
 
-    It creates nothing.
-
-    Raises :class:`LaunchError` where there is no place for it.
+    Raises :class:`LaunchError` if there is no home directory for it.
     """
     parent = os.path.expanduser(environ.get(SHARED_NAME) or SHARED)
     if parent.startswith("~"):
@@ -95,7 +93,8 @@ def write_ticket(
 ) -> None:
     """Create ``directory`` with the files that an agent needs.
 
-    All hosts shall run its ``agent.py``. Raises :class:`LaunchError` when that cannot be.
+    All hosts of the job must run its ``agent.py``. Raises :class:`LaunchError` if it cannot be
+    created.
     """
     remedy = "begin in one that all hosts share"
     program = agent_program(working_directory, checkout_root(), "agents.join", remedy=remedy)
@@ -113,7 +112,7 @@ def write_ticket(
 
 
 def _check_parent(parent: Path) -> None:
-    """Refuse a directory whose parent others can write to: they could replace it."""
+    """Refuse a parent directory where other users could replace the job's directory."""
     found = parent.stat()
     is_ours = found.st_uid in (0, os.geteuid())
     is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
@@ -133,7 +132,7 @@ class NotEnlisted(Exception):
 
 
 def main() -> None:
-    """Serve the launcher of the ticket beside this program (``sys.argv[0]``), and end."""
+    """Join the launcher of the ticket beside this program (``sys.argv[0]``)."""
     path = Path(sys.argv[0]).absolute().with_name(TICKET_NAME)
     try:
         ticket = AgentTicket.from_text(path.read_text(encoding="utf-8"))
@@ -146,14 +145,14 @@ def main() -> None:
 
 
 def fail(text: str) -> NoReturn:
-    """Print why the agent cannot run, marked for the launcher, and exit."""
+    """Print why the agent cannot run, as a greeting for the launcher, and exit."""
     found = {"error": text, "host": socket.gethostname()}
     print(f"{GREETING.decode()}{json.dumps(found)}", flush=True)
     sys.exit(3)
 
 
 def own_rank(ticket: AgentTicket) -> int:
-    """Return the index of this agent, from 0. Raises :class:`NotEnlisted`."""
+    """Return this agent's rank, counted from 0. Raises :class:`NotEnlisted`."""
     for name in ticket.rank_names:
         if value := os.environ.get(name):
             try:
@@ -166,9 +165,9 @@ def own_rank(ticket: AgentTicket) -> int:
 
 
 def enlist(ticket: AgentTicket, rank: int) -> None:
-    """Serve the launcher until it has no more use for this agent, or is gone.
+    """Connect to the launcher and serve it until the job ends or the link is lost.
 
-    Raises :class:`NotEnlisted` when it cannot be reached.
+    Raises :class:`NotEnlisted` if the launcher cannot be reached.
     """
     forget_outside(os.environ)
     connected, handshake, address = _reached(ticket)
@@ -184,15 +183,16 @@ def enlist(ticket: AgentTicket, rank: int) -> None:
     if is_lost and ticket.if_lost:
         time.sleep(min(rank * _TURN_S, _LAST_TURN_S))
         words = [os.path.expandvars(word) for word in ticket.if_lost]
-        # What a user likes of scancel by hand (scancel(1)), such as to be asked.
+        # These variables hold a user's options for scancel (scancel(1)), such as to ask first.
         environ = {name: one for name, one in os.environ.items() if not name.startswith("SCANCEL_")}
-        succeeds(words, _COMMAND_S, environ)  # if not, there is no launcher left to tell
+        succeeds(words, _COMMAND_S, environ)  # after a failure, there is no launcher left to tell
 
 
 def forget_outside(environ: MutableMapping[str, str]) -> None:
-    """Drop variables that describe this agent's parent, or the launcher's machine.
+    """Remove variables that describe this agent's parent or the launcher's machine.
 
-    To an MPI of its own a process would seem to be a rank of the mpirun that started agents.
+    With them, a process that uses MPI itself would believe that it is a rank of the mpirun that
+    started the agents.
     """
     for name in list(environ):
         is_mpi = name.startswith(_OF_MPI) and not name.startswith("OMPI_ALLOW_")
@@ -201,9 +201,9 @@ def forget_outside(environ: MutableMapping[str, str]) -> None:
 
 
 def _reached(ticket: AgentTicket) -> tuple[socket.socket, Handshake, str]:
-    """Connect to the launcher; return the connection and the address that worked.
+    """Connect to the launcher; return connection, handshake and the used address.
 
-    Tries again while it is not clear that this never can be: the launcher may be busy, or stopped.
+    Try again as long as success is possible: the launcher may be busy or suspended.
     """
     until_s = time.monotonic() + _PATIENCE_S
     while True:

@@ -1,20 +1,20 @@
-"""The agents' side of the handshake, and how to say that there is no agent.
+"""The agents' side of the handshake, and a program that reports a missing agent.
 
-``python join_answer.py REASON``, with a ticket beside it, tells the launcher why there is no agent
-where this package, or a Python for it, is missing. Standard library only, for any Python from 3.6
-on, and no import of this project: its text goes to hosts that share no directory with the
-launcher, where what an agent prints is not read. So it packs by itself the one frame that it
-sends (``wire.py``): a greeting with an error.
+``python join_answer.py REASON``, with a ticket beside it, tells the launcher why there is no agent:
+this package, or a Python for it, is missing. It uses only the standard library of any Python from
+3.6, and does not import this project: its text is sent to hosts that share no directory with the
+launcher, where an agent's output is not read. So it encodes the only frame that it sends by itself
+(``wire.py``): a greeting with an error.
 
-Both ends of a new connection first prove that they know the job's key, which never goes over it:
+Both ends of a new connection first prove that they know the job's key, which is never sent:
 
-1. the launcher sends :data:`HELLO` and 32 random bytes;
-2. the agent sends 32 random bytes and its proof, an HMAC-SHA256 (RFC 2104) over both;
-3. the launcher sends its own proof.
+1. The launcher sends :data:`HELLO` and 32 random bytes.
+2. The agent sends 32 random bytes and its proof, an HMAC-SHA256 (RFC 2104) over both.
+3. The launcher sends its own proof.
 
-A proof is good for one connection and one side, so a recorded one is useless. After this every
-frame bears a :class:`Seal`: 16 bytes of HMAC-SHA256 over its number and content, with a key of this
-connection and direction that is derived in the same way.
+A proof is valid for one connection and one side only, so a recorded proof is useless. After this,
+every frame has a :class:`Seal`: 16 bytes of HMAC-SHA256 over its number and content. The seal's key
+belongs to one connection and direction, and is derived in the same way.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ class Handshake:
 
 
 def shake_hands(connected: socket.socket, key: str) -> Handshake:
-    """Prove on both sides that they know ``key``.
+    """Prove to each other that both ends know ``key``; return the handshake.
 
     Raises OSError or :class:`WrongLauncher`.
     """
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def join_answer(ticket: Any, reason: str) -> bool:
-    """Return whether the launcher of this ticket, a dictionary, has been told."""
+    """Send the launcher of ``ticket``, a dictionary, the reason; return the success."""
     for address in ticket["addresses"]:
         try:
             with socket.create_connection((address, ticket["port"]), _CONNECT_S) as connected:

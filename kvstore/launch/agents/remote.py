@@ -1,8 +1,8 @@
-"""A place that an agent serves: the launcher's end of the link.
+"""The launcher's end of the link to an agent.
 
-How an agent comes to be is another matter: ``launch/backends/ssh.py`` starts one by a command of
-its own, and ``cluster_job.py`` has mpirun, srun or qsub start them. Runs on the main thread. The
-other end is ``agent.py``.
+Other modules start the agents: ``launch/backends/ssh.py`` starts each with its own command, and
+``cluster_job.py`` lets mpirun, srun or qsub start them. Runs on the main thread. The other end is
+``agent.py``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _LOST_STATUS = 255
 
 
 class AgentPlace(Place):
-    """The role and address that one agent serves.
+    """The place that one agent serves.
 
-    ``greeting`` is what the agent has told of its machine, None before :meth:`greet`;
-    ``failure`` says why there will be none. An agent that ``is_replaceable`` may be lost before
-    the job begins: another is then awaited. Before its agent has come, and when that is gone or has
-    finished, a place has no link.
+    ``greeting`` is the agent's description of its machine, or None before :meth:`greet`.
+    ``failure`` says why there will be no agent. If ``is_replaceable`` and the agent is lost before
+    the job begins, the place waits for another agent. A place has a link only from the agent's
+    connection until its loss or its end.
     """
 
     def __init__(self, label: str, is_replaceable: bool = False) -> None:
@@ -67,7 +67,7 @@ class AgentPlace(Place):
         return self.greeting is not None
 
     def awaited(self) -> list[str]:
-        """Return who has not come yet, for people."""
+        """Return the label if the agent has not connected yet, for messages."""
         return [] if self.is_connected else [str(self.label)]
 
     def greet(self, link: AgentLink, greeting: Mapping[str, Any]) -> None:
@@ -78,16 +78,16 @@ class AgentPlace(Place):
     def prepare(
         self, job_id: str, key: str, variables: Mapping[str, str], more: Mapping[str, str]
     ) -> None:
-        """Store what :meth:`start` sends: job, key text, and all processes' variables.
+        """Store what :meth:`start` sends: the job, its key, and all processes' variables.
 
-        ``key`` is "" where the agent has it already. ``more`` is added to the variables of each
-        process that the user has not set.
+        ``key`` is "" if the agent has it already. ``more`` is added to the variables of each
+        process, unless the user has set them.
         """
         self._prepared = {"job_id": job_id, "variables": dict(variables), "key": key}
         self._more = more
 
     def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
-        """Order the start; the agent answers later. ``variables`` are not used."""
+        """Tell the agent to start the processes; ``variables`` are not used."""
         if self._link is None:
             lost = {index: _LOST_STATUS for index, _ in specs}
             return [Ended(lost, f"{self.label} was lost before it began")] if lost else []
@@ -133,7 +133,7 @@ class AgentPlace(Place):
             self._link = None
 
     def leave(self, how: str) -> list[Event]:
-        """Handle the loss of an agent before the job began: await another."""
+        """Handle the loss of an agent before the job began: wait for another."""
         self.hang_up()
         gone, self.label, self.greeting = self.label, self._name, None
         return [Note(f"{gone}: the agent of {self._name} {how}")]
@@ -147,7 +147,7 @@ class AgentPlace(Place):
             return self._lose(str(error))
 
     def _heard(self, message: Message) -> list[Event]:
-        """Handle one message of the agent; return its events. Raises LinkLost."""
+        """Return the events of one message from the agent. Raises LinkLost."""
         event = event_of(message)
         if isinstance(event, Output):
             self._owed += cost(event)
@@ -171,18 +171,18 @@ class AgentPlace(Place):
         why = f"{self.label} was lost: {how}{self._last_words()}"
         if not self._has_begun:
             self.failure = why
-            return [Finished(0)]  # the failure says it
+            return [Finished(0)]  # the failure reports it
         lost, self._running = self._running, set()
         ended = [Ended(dict.fromkeys(lost, _LOST_STATUS), why)] if lost else []
         return [Note(why), *ended, Finished(0)]
 
     def _last_words(self) -> str:
-        """Return what else is known about a loss, with a space in front."""
+        """Return a space and more details on a loss, or ""."""
         return ""
 
 
 def _for_elsewhere(spec: ProcessSpec, more: Mapping[str, str]) -> dict[str, str]:
-    """Return its variables without those that name files of this machine."""
+    """Return the process's variables without those that name files of this machine."""
     environment = {**more, **spec.environment}
     environment.pop("PS_JOB_KEY_FILE", None)
     path = environment.pop("PYTHONPATH", "").split(os.pathsep)

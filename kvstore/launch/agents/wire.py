@@ -1,17 +1,17 @@
 """Frames between the launcher and its agents, and one end of a link.
 
-A message is a list whose first item names its kind; a frame is its length (4 bytes, big endian)
-and its MessagePack. The launcher commands (the constants below), an agent tells what it sees: the
-events of ``launch/job/places.py``, by the names of their classes. Over a pipe of ssh an agent's
-frames begin after a line that greets, before which a login shell may have printed. Over a plain
-socket both ends have shaken hands (``join_answer.py``), and every frame begins with a seal: frames
-can be read on the way, as with ``srun`` and ``mpirun``, but not changed, added, repeated or left
-out.
+A message is a list whose first item names its kind. A frame is the length of the message (4 bytes,
+big endian) and its MessagePack. The launcher sends commands (the constants below); an agent sends
+the events of ``launch/job/places.py``, by the names of their classes. Over a pipe of ssh, an agent
+first sends a line that greets, because a login shell may print text before it; then come the
+frames. Over a plain socket, both ends have shaken hands (``join_answer.py``), and every frame
+begins with a seal. As with ``srun`` and ``mpirun``, others on the network can read these frames,
+but they cannot change, add, repeat or remove any.
 
-``AgentLink`` is one end. It never blocks: :attr:`AgentLink.waiting` tells whether anything is still
-to be written. Both ends send a sign of life every few seconds; an end that is silent for
-``SILENT_S`` is lost. Runs on the main thread. Read next: ``remote.py`` (the launcher's end) or
-``agent.py`` (the other).
+``AgentLink`` is one end. It never blocks: :attr:`AgentLink.waiting` is true while bytes wait to be
+written. Both ends send an ALIVE message every few seconds; an end that is silent for ``SILENT_S``
+is lost. Runs on the main thread. Read next: ``remote.py`` (the launcher's end) or ``agent.py`` (the
+other end).
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ import msgpack
 from kvstore.launch.agents.join_answer import SEAL_BYTES, Seal
 from kvstore.launch.job.places import Event, Handler
 
-# From the launcher.
+# Messages from the launcher.
 # [START, {"job_id": ..., "variables": {...}, "key": ..., "processes": [[index, role, rank, [word,
-# ...], {...}], ...]}]: processes with their commands and own variables, and variables of all. The
-# key is the job's, "" where the agent has it already or the processes bring one. What serves is
-# the package's there, whatever its command.
+# ...], {...}], ...]}]: the variables of all processes, and each process with its command and own
+# variables. The key is the job's, or "" if the agent has it already or the user has provided one.
+# The agent replaces the command of a scheduler or server by that of its own package.
 START = "start"
 SIGNAL = "signal"  # [SIGNAL, number]: to all processes of the place
-CREDIT = "credit"  # [CREDIT, bytes]: so much more output may be sent
-FINISH = "finish"  # [FINISH, seconds]: end what is left, then say Finished
+CREDIT = "credit"  # the agent may send this much more output
+FINISH = "finish"  # end all left-over processes, then send Finished
 
-# From an agent, first of all; what agent.machine says, and over a socket a rank.
+# The first message from an agent: the result of agent.machine, and over a socket also a rank.
 GREET = "greet"  # [GREET, {...}]
 GREETING = b"KVSTORE-AGENT "
-"""How the line that greets begins, before the same as JSON."""
+"""The start of the line that greets; the rest of the line is JSON."""
 
-# From both.
+# From both ends.
 ALIVE = "alive"  # [ALIVE]: every ALIVE_S seconds
 
 ALIVE_S = 5.0
-SILENT_S = 60.0  # after so long without a word the other end is taken for lost
+SILENT_S = 60.0  # after this time without a message, the other end is lost
 CREDIT_BYTES = 1 << 20
 
 _EVENTS: dict[str, Callable[..., Event]] = {one.__name__: one for one in get_args(Event)}
 _HEADER = struct.Struct(">I")
 _READ_BYTES = 256 * 1024
 _LONGEST_BYTES = 64 << 20  # a START with a large environment; lines are cut at 64 KiB
-_LONGEST_HEAD = 1 << 20  # all that a login shell may print before the greeting
+_LONGEST_HEAD = 1 << 20  # the most that a login shell may print before the greeting
 
 Message = list[Any]
 
 
 class LinkLost(Exception):
-    """The other end is gone or was no agent of ours; the text says why."""
+    """The other end is gone or is not an agent of this job; the text says why."""
 
 
 def frame(message: Sequence[Any], seal: Seal | None = None) -> bytes:
-    """Return a frame; ``seal`` is None where the transport protects frames."""
+    """Return the frame of ``message``; ``seal`` is None on a protected transport."""
     content: bytes = msgpack.packb(
         list(message), use_bin_type=True, unicode_errors="surrogateescape"
     )
@@ -78,9 +78,10 @@ def frame(message: Sequence[Any], seal: Seal | None = None) -> bytes:
 
 
 class FrameReader:
-    """Collects bytes of a link and gives back whole messages.
+    """Collects the bytes of a link and returns complete messages.
 
-    With ``finds_greeting`` the first is the GREET of a line, and what stands before is skipped.
+    With ``finds_greeting``, the first message is the GREET from the greeting line, and any text
+    before that line is skipped.
     """
 
     def __init__(self, seal: Seal | None = None, *, finds_greeting: bool = False) -> None:
@@ -139,9 +140,9 @@ class FrameReader:
 
 
 class AgentLink:
-    """Owns ``read_fd`` and ``write_fd`` (the same for a socket) until :meth:`close`.
+    """One end of a link; owns ``read_fd`` and ``write_fd`` until :meth:`close`.
 
-    ``seals`` are for what is read and for what is written; ``finds_greeting`` as for
+    ``seals`` are the seal for reading and the seal for writing. ``finds_greeting`` is that of
     :class:`FrameReader`.
     """
 
@@ -166,23 +167,23 @@ class AgentLink:
 
     @property
     def waiting(self) -> bool:
-        """There are bytes that the connection has not taken yet."""
+        """Whether bytes wait to be written."""
         return bool(self._pending)
 
     def send_raw(self, data: bytes) -> None:
-        """Queue bytes and write what is possible. Never raises.
+        """Queue bytes and write as many as possible now. Never raises.
 
-        Reading reports the loss of the link.
+        A lost link is reported when reading.
         """
         self._pending += data
         self.write_pending()
 
     def send(self, *message: Any) -> None:
-        """Queue a message, as :meth:`send_raw`."""
+        """Queue a message, like :meth:`send_raw`."""
         self.send_raw(frame(message, self._seal))
 
     def tell(self, event: Event) -> None:
-        """Queue what has happened, as :meth:`send_raw`."""
+        """Queue an event, like :meth:`send_raw`."""
         self.send(type(event).__name__, *vars(event).values())
 
     def write_pending(self) -> None:
@@ -191,13 +192,13 @@ class AgentLink:
                 written = os.write(self.write_fd, self._pending[:_READ_BYTES])
             except BlockingIOError:
                 return
-            except OSError:  # the other end has closed; reading will say so
+            except OSError:  # the other end has closed; reading will report it
                 self._pending.clear()
                 return
             del self._pending[:written]
 
     def adjust(self, selector: selectors.BaseSelector, read: Handler) -> None:
-        """Have ``read`` called when there is something to read, and write what is pending."""
+        """Register ``read`` for input, and the writing of pending bytes."""
         selector.register(self.read_fd, selectors.EVENT_READ, read)
         if self.waiting:
             selector.register(self.write_fd, selectors.EVENT_WRITE, self._write)
@@ -207,7 +208,10 @@ class AgentLink:
         return []
 
     def receive(self, now_s: float) -> list[Message]:
-        """Read once; call it when ``read_fd`` is readable. Raises :class:`LinkLost`."""
+        """Read once and return complete messages; call it when ``read_fd`` is readable.
+
+        Raises :class:`LinkLost`.
+        """
         try:
             data = os.read(self.read_fd, _READ_BYTES)
         except BlockingIOError:
@@ -220,9 +224,9 @@ class AgentLink:
         return [message for message in self._reader.feed(data) if message[0] != ALIVE]
 
     def tick(self, now_s: float) -> float:
-        """Send a sign of life if due; return the seconds until the next call.
+        """Send ALIVE if it is due; return the seconds until the next call.
 
-        Raises :class:`LinkLost` when the other end has been silent for too long.
+        Raises :class:`LinkLost` if the other end has been silent for too long.
         """
         if now_s - self._heard_s >= SILENT_S:
             raise LinkLost(f"no sign of life for {now_s - self._heard_s:.0f} s")
@@ -235,8 +239,9 @@ class AgentLink:
     def say_goodbye(self, patience_s: float) -> None:
         """Write the rest, then wait until the other end has read it and closed.
 
-        Either for ``patience_s`` at most. A socket that is closed while something comes in drops
-        what it has not sent yet (RFC 1122, 4.2.2.13); a pipe does not, and is not waited for.
+        Each of the two takes at most ``patience_s``. A socket that is closed while data arrives
+        drops its unsent data (RFC 1122, 4.2.2.13). A pipe does not, so this does not wait for a
+        pipe.
         """
         until_s = time.monotonic() + patience_s
         with selectors.PollSelector() as selector:
@@ -262,7 +267,7 @@ class AgentLink:
 
 
 def event_of(message: Message) -> Event:
-    """Return what an agent tells by :meth:`AgentLink.tell`. Raises :class:`LinkLost`."""
+    """Return the event that :meth:`AgentLink.tell` sent. Raises :class:`LinkLost`."""
     kind, *fields = message
     try:
         return _EVENTS[kind](*fields)

@@ -1,8 +1,9 @@
 """Checks before a job starts, and the output of --dry-run and --check.
 
-A mistake then costs one sentence and not a job. Runs on the main thread; may start one process,
-which has ended when it returns. The checks raise :class:`LaunchError`; :func:`local_rows` looks at
-this machine and changes nothing. Used by ``cli.py``, ``run.py`` and the launchers.
+With them, a mistake costs one sentence instead of a job. Runs on the main thread, and may start one
+process, which has ended when the check returns. A failed check raises :class:`LaunchError`.
+:func:`local_rows` inspects this machine and changes nothing. Used by ``cli.py``, ``run.py`` and the
+launchers.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from pslite.security import read_key
 from pslite.version import __version__
 
 _SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED_BYTES = 64 << 20  # what containers have by default, which no model fits in
+_LEAST_SHARED_BYTES = 64 << 20  # the default of containers, too small for any model
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was looked at, what was found, and whether a job can run with it."""
+    """One check: its name, what it found, and whether a job can run with that."""
 
     name: str
     found: str
@@ -41,9 +42,10 @@ class CheckResult:
 
 
 def rehearsal(specs: Sequence[ProcessSpec], directory: str) -> str:
-    """Return what would be started: a command with its own variables for each process.
+    """Return the commands that a job would start, each with its own variables.
 
-    Lines that a shell could read; the names in capitals are made when the job starts.
+    A shell could run the lines. Names in capitals, such as JOB, stand for values that are known
+    only when the job starts.
     """
     lines = [f"cd {shlex.quote(directory)}"]
     for spec in specs:
@@ -54,7 +56,7 @@ def rehearsal(specs: Sequence[ProcessSpec], directory: str) -> str:
 
 
 def table(rows: Sequence[CheckResult]) -> str:
-    """Return the rows in columns, with what is wrong marked."""
+    """Return the rows in columns, each marked as ok or NO."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'ok' if row.is_good else 'NO':<4}{row.name:<{width}}  {row.found}" for row in rows]
     return "\n".join(lines) + "\n"
@@ -69,9 +71,9 @@ def conclude_check(rows: Sequence[CheckResult]) -> int:
 def local_rows(
     specs: Sequence[ProcessSpec], environ: Mapping[str, str], *, has_key: bool
 ) -> list[CheckResult]:
-    """Return the check rows of this machine; ``has_key``: the user has a key.
+    """Return the rows of this machine; ``has_key``: the user has provided a key.
 
-    The scheduler's address and the servers' modules are tried before, and are errors there.
+    The scheduler's address and the servers' modules are checked earlier, and raise errors.
     """
     from kvstore.arrays.cpu import kernels  # imports NumPy, which launching does not need
 
@@ -103,7 +105,7 @@ def local_rows(
 
 
 def script_row(script: str) -> CheckResult:
-    """Return whether the workers' script is here; "" where their command names none."""
+    """Return the row on the workers' script; "" if their command names no script."""
     if not script:
         return CheckResult("worker's script", "the command names none")
     is_here = os.path.exists(script)
@@ -112,7 +114,7 @@ def script_row(script: str) -> CheckResult:
 
 
 def _tried(name: str, look: Callable[[], str]) -> CheckResult:
-    """Return what ``look`` returns, or the sentence of its error."""
+    """Return a row with the result of ``look``, or with the text of its error."""
     try:
         return CheckResult(name, look())
     except (LaunchError, ConfigError) as error:
@@ -129,8 +131,8 @@ def _shared_memory() -> CheckResult:
 
 
 CHECK_IMPORTS = "--check-imports"
-"""What a service command is called with to import names and nothing more. Two words follow: the
-names, and where they come from."""
+"""The argument with which a service command only imports modules. Two arguments follow: the
+modules' names, and the option or variable that named them."""
 
 
 def by_role(
@@ -141,7 +143,7 @@ def by_role(
 
 
 def check_forwarded(names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Check that variables that ``--env NAME`` passes on are set here.
+    """Check that the variables of ``--env NAME`` are set here.
 
     Raises :class:`LaunchError` (exit code 2).
     """
@@ -169,7 +171,10 @@ def check_settings(environments: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def check_key(environment: Mapping[str, str]) -> str:
-    """Check that processes can read the job's key; exit code 1 if not."""
+    """Check that processes can read the job's key, and return its path.
+
+    Raises :class:`LaunchError` (exit code 1).
+    """
     path: str = Config.read("job_key_file", environment)
     if not path:
         raise LaunchError(
@@ -205,11 +210,12 @@ def check_server_imports(
     *,
     are_here: bool,
 ) -> None:
-    """Import the servers' modules with their program, in this directory.
+    """Import the servers' modules with the servers' program, in this directory.
 
-    ``given`` is what ``--server-import`` names, which every machine must have. Where the server's
-    variable says something else, that counts, and is tried if servers run on this machine
-    (``are_here``). Raises :class:`LaunchError` (exit code 2) with the last line of what went wrong.
+    ``given`` are the modules of ``--server-import``, which must exist on every machine. If the
+    servers' variable names other modules, those are used instead, and are imported only if servers
+    run on this machine (``are_here``). Raises :class:`LaunchError` (exit code 2) with the last line
+    of the error output.
     """
     names = environment.get(SERVER_IMPORT_NAME, "")
     is_given = names == ",".join(given)

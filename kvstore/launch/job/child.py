@@ -1,14 +1,15 @@
-"""One process of a job: its start, its output in whole lines, its end.
+"""One process of a job: its start, its output in whole lines, and its end.
 
-Output of several processes shares one terminal, so only whole lines may be printed. Progress bars
-rewrite one line with carriage returns for hours; their latest state is shown as a line of its own
-now and then (:class:`LineSplitter`, which is pure).
+The output of several processes shares one terminal, so only whole lines may be printed. Progress
+bars rewrite one line with carriage returns for hours; from time to time, their latest state is
+printed as a line of its own (:class:`LineSplitter`, which is pure).
 
-Linux delivers SIGKILL to every child when the launcher dies (PR_SET_PDEATHSIG); this reaches
-direct children only, and not programs with set-user-id or file capabilities. What a child starts
-is in its process group, to which Linux sends SIGKILL as well: each child inherits the reading end
-of a pipe whose other end only the launcher has. ``guardian.py`` covers what these leave: what has
-made a process group of its own. Runs on the main thread; used by ``supervisor.py``.
+When the launcher dies, Linux sends SIGKILL to each of its children (PR_SET_PDEATHSIG), but not to
+their children, nor to programs with set-user-id or file capabilities. The children's children are
+in the same process group. Linux sends SIGKILL to the group as well, because each child inherits the
+reading end of a pipe whose other end only the launcher has. ``guardian.py`` ends the remaining
+processes: those that made a process group of their own. Runs on the main thread; used by
+``supervisor.py``.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ LONGEST_LINE_BYTES = 64 * 1024
 
 
 class LineSplitter:
-    """Collects bytes of one stream and gives back complete lines, without their ends."""
+    """Collects the bytes of one stream and returns complete lines without line ends."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._bar_shown_at_s = float("-inf")
 
     def feed(self, data: bytes, now_s: float) -> list[bytes]:
-        """Return the lines that new output completes, as a terminal shows them."""
+        """Return the lines that ``data`` completes, as a terminal would show them."""
         *complete, self._rest = (self._rest + data).split(b"\n")
         lines = [visible(line) for line in complete]
         if b"\r" in self._rest:
@@ -47,12 +48,12 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """End the stream: return the unfinished line, if there is one."""
+        """Return the unfinished last line, if there is one."""
         rest, self._rest = self._rest, b""
         return [visible(rest)] if rest.strip(b"\r") else []
 
     def _bar_state(self, now_s: float) -> list[bytes]:
-        """Return the text before the last carriage return, about to be overwritten."""
+        """Return the text that the next output will overwrite, at most once a second."""
         finished, _, unfinished = self._rest.rpartition(b"\r")
         if unfinished:
             self._rest = unfinished
@@ -69,7 +70,7 @@ class LineSplitter:
 
 
 def visible(line: bytes) -> bytes:
-    """Return the text after the last carriage return, except a closing one."""
+    """Return the text after the last carriage return; ignore one at the end."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
@@ -78,11 +79,11 @@ _REAP_S = 1.0
 
 
 class Child:
-    """The job's process ``index``, started without a shell as ``spec`` says.
+    """The job's process ``index``, started from ``spec`` without a shell.
 
-    It leads its own session and process group (``group``), which a pipe that this owns kills when
-    it is closed. Who reads its output and errors closes ``pipes``. Raises OSError when its program
-    cannot be executed.
+    It leads its own session and process group (``group``). This object owns a pipe; when the pipe
+    is closed, the group is killed. The code that reads the output must close ``pipes``. Raises
+    OSError if the program cannot be executed.
     """
 
     def __init__(
@@ -115,15 +116,15 @@ class Child:
         self.index = index
         self.group = self._process.pid
         self.status: int | None = None
-        # Standard output first: of a line there and one on standard error that are both ready,
-        # it was usually written first.
+        # Standard output first: if a line is ready on both, the one on standard output was usually
+        # written first.
         self.pipes = (self._process.stdout, self._process.stderr)
 
     def poll(self) -> int | None:
-        """Return the exit status, negative for a signal, or None while it runs.
+        """Return the exit status, negative for a signal, or None if it still runs.
 
-        The process stays a zombie until :meth:`reap`: until then, no other process
-        group can get its number, and signals sent to the group reach the right processes.
+        The process stays a zombie until :meth:`reap`. Until then, no other process group can get
+        its number, and signals to the group reach the right processes.
         """
         if self.status is None:
             found = os.waitid(os.P_PID, self.group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -133,27 +134,27 @@ class Child:
         return self.status
 
     def send_signal(self, signal_number: signal.Signals) -> None:
-        """Send the signal to the process group; does nothing if that is empty."""
+        """Send the signal to the process group; do nothing if the group is empty."""
         with suppress(OSError):
             os.killpg(self.group, signal_number)
 
     def reap(self) -> None:
-        """Take the exit status from the kernel and kill what is left; call it last."""
-        with suppress(subprocess.TimeoutExpired):  # not even by SIGKILL: it hangs in the kernel
+        """Take the exit status from the kernel and kill the rest of the group. Call last."""
+        with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel despite SIGKILL
             self._process.wait(_REAP_S)
         os.close(self._tie_fd)
 
 
 def die_with_launcher() -> Callable[[], None]:
-    """Return what a child runs between fork and exec."""
+    """Return the function that a child runs between fork and exec."""
     return partial(die_with_parent, os.getpid(), ctypes.CDLL(None).prctl)
 
 
 def die_with_parent(parent: int, prctl: Callable[..., int] | None = None) -> None:
-    """Have this process killed when ``parent`` is gone, whose child it was to be.
+    """Make the kernel kill this process when ``parent`` ends; exit if it already has.
 
-    ``prctl`` is C's, loaded before a fork.
+    ``prctl`` is the C function, loaded before a fork.
     """
     (prctl or ctypes.CDLL(None).prctl)(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)

@@ -1,18 +1,16 @@
-"""Clean up after a job, also from a script when the launcher is killed.
+"""Clean up after a job, also when the launcher is killed.
 
-Standard library only, and no import of this project: it runs as ``python -I -S guardian.py``
-beside the launcher and reads a pipe whose other end only the launcher holds, in a
-:class:`GuardianProcess`. The launcher writes a line of JSON for each process group that it starts,
-for the directory of the job's key, for a command that takes the job out of a cluster, and when it
-has ended and removed everything itself. A pipe that ends without the last means that the launcher
-was killed (``kill -9``, out of memory); then everything that belongs to the job is killed at once,
-the commands are run, and the key is removed; commands that have failed are then run again, a few
-times.
+Standard library only, and no import of this project. It runs as ``python -I -S guardian.py`` beside
+the launcher (:class:`GuardianProcess`), and reads a pipe whose other end only the launcher holds.
+The launcher writes a line of JSON for each process group that it starts, for the directory of the
+job's key, and for a command that removes the job from a cluster. Its last line says that it has
+ended and removed everything itself. If the pipe ends without this line, the launcher was killed
+(``kill -9``, out of memory). Then the guardian kills all processes of the job at once, runs the
+commands, removes the key, and repeats failed commands a few times.
 
-A process belongs to the job when it is in one of those groups (sessions), or when the
-environment that it was started with holds the job's id; so a grandchild that made its own
-session is found as well. The limit: a grandchild that did both, a new session and another
-environment, escapes.
+A process belongs to the job if it is in one of those groups (or sessions), or if its initial
+environment contains the job's id; so a grandchild with a session of its own is found as well. The
+limit: a grandchild with both a session and an environment of its own is not found.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ _DONE = "done"
 
 
 class GuardianProcess:
-    """A running guardian of the job ``job_id``, or of what an agent of it starts.
+    """A running guardian of the job ``job_id``, or of what one of its agents started.
 
-    It must outlive the launcher and must not belong to the job, so it gets a session of its own,
-    none of the user's output, and an environment without the id of any job (otherwise the guardian
-    of an enclosing job would kill it before it has done its work). Close it with :meth:`dismiss`.
+    It must outlive the launcher and must not belong to the job. So it gets its own session, no
+    access to the user's output, and an environment without a job's id (otherwise the guardian of an
+    enclosing job would kill it too early). Close it with :meth:`dismiss`.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class GuardianProcess:
         )
 
     def watch(self, group: int) -> None:
-        """Tell it of a process group that was just started."""
+        """Tell the guardian about a process group that has just started."""
         self._tell("watch", group)
 
     def remove_at_the_end(self, directory: str | os.PathLike[str]) -> None:
@@ -70,11 +68,11 @@ class GuardianProcess:
         self._tell("remove", os.fspath(directory))
 
     def cancel_at_the_end(self, argv: Sequence[str]) -> None:
-        """Have ``argv`` run should the launcher be killed."""
+        """Run the command ``argv`` if the launcher is killed."""
         self._tell("cancel", *argv)
 
     def dismiss(self) -> None:
-        """Dismiss the guardian: everything has ended."""
+        """Tell the guardian that everything has ended, and wait for its end."""
         self._tell(_DONE)
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -86,7 +84,7 @@ class GuardianProcess:
 
     def _tell(self, *words: str | int) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # somebody killed it; the death signal of the children remains
+        with suppress(OSError):  # the guardian was killed; the children's death signal remains
             self._process.stdin.write(json.dumps(words).encode() + b"\n")
 
 
@@ -95,8 +93,9 @@ def end_job(
 ) -> int:
     """Send SIGTERM to the job, then SIGKILL after ``grace_s``; return the count.
 
-    ``grace_s`` 0 kills at once. No signal tells when a grandchild ends, so this looks again
-    every 50 ms; it only waits while there are any. ``agent_id`` as in :func:`job_members`.
+    The count is the number of processes found at first. ``grace_s`` 0 kills at once. No signal
+    reports the end of a grandchild, so this checks every 50 ms until all have ended. ``agent_id``
+    is that of :func:`job_members`.
     """
     members = job_members(job_id, groups, agent_id)
     found = len(members)
@@ -116,10 +115,11 @@ def end_job(
 
 
 def job_members(job_id: str, groups: Collection[int], agent_id: str | None = None) -> list[int]:
-    """Process ids of the job that are alive, this process excepted.
+    """Return the ids of the job's living processes, except this one.
 
-    Several agents of one job may be on a machine: only what ``agent_id`` has started, only what
-    no agent has for "", or all for None.
+    Several agents of one job may run on a machine. With an ``agent_id``, only the processes that
+    this agent has started are returned; with "", only those that no agent has started; with None,
+    all.
     """
 
     def belongs(environment: Collection[bytes]) -> bool:
@@ -137,7 +137,8 @@ def _is_alive_member(
 ) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # After the command's name, which may hold anything: state, parent, group, session.
+            # After the command's name, which may contain any character: state, parent, group,
+            # session.
             fields = file.read().rpartition(b")")[2].split()
         if fields[0] in (b"Z", b"X"):
             return False
@@ -145,7 +146,7 @@ def _is_alive_member(
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
             return belongs(file.read().split(b"\0"))
-    except (OSError, IndexError):  # it has ended meanwhile, or belongs to somebody else
+    except (OSError, IndexError):  # the process has ended, or belongs to another user
         return False
 
 
@@ -158,7 +159,7 @@ def _signal_all(members: Collection[int], number: int) -> None:
 def succeeds(
     argv: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None
 ) -> bool:
-    """Run a command without its output, which Ctrl-C does not reach."""
+    """Run a command silently, out of reach of Ctrl-C; return whether it succeeded."""
     null = subprocess.DEVNULL
     try:
         done = subprocess.run(
@@ -176,7 +177,7 @@ def succeeds(
 
 
 def remove_tree(directory: str | os.PathLike[str]) -> None:
-    """Remove a tree, even while tasks of the job still write to it."""
+    """Remove a directory tree, even while processes of the job still write to it."""
     for _ in range(REMOVE_ROUNDS):
         shutil.rmtree(directory, ignore_errors=True)
         if not os.path.lexists(directory):
@@ -185,7 +186,7 @@ def remove_tree(directory: str | os.PathLike[str]) -> None:
 
 
 def main(job_id: str, agent_id: str | None = None) -> None:
-    """Read the launcher's pipe on standard input to its end."""
+    """Read the launcher's pipe on standard input to its end; then clean up if needed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     groups: set[int] = set()
     directories: list[str] = []
@@ -200,12 +201,12 @@ def main(job_id: str, agent_id: str | None = None) -> None:
             directories += words
         else:
             commands.append(words)
-    if agent_id is not None:  # a cluster may kill all here any moment, this process too
+    if agent_id is not None:  # a cluster may kill all processes here at any moment, also this one
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)
     end_job(job_id, groups, 0, agent_id)
     failing = [argv for argv in commands if not succeeds(argv, _CANCEL_S)]
-    for directory in directories:  # the key does not wait for a cluster that does not answer
+    for directory in directories:  # remove the key even if the cluster does not answer
         remove_tree(directory)
     for pause_s in _CANCEL_PAUSES_S:
         if not failing:

@@ -1,29 +1,29 @@
 """The rules by which a job ends.
 
-Pure: exits, signals and the time in, :data:`Effect` objects out; it starts, signals and
-prints nothing. ``supervisor.py`` feeds it from the main thread and carries the effects out.
-``report.py`` decides afterwards which exit was the cause.
+This module is pure: exits, signals and times are its input, :data:`Effect` objects its output.
+``supervisor.py`` calls it on the main thread and carries the effects out. ``report.py`` decides
+afterwards which exit was the cause.
 
 ::
 
-    RUNNING ──all workers ended with 0──> DRAINING ──everybody ended──> ENDED
-       │                                     │ drain_s over: warn, stop; alone_s over and
-       │                                     │ no node had ever joined: a failure, stop
-       ├──a process failed──> FAILING ───────┤ failure_s over: stop; or alone_s, once no
-       │    │                                │ worker is left to wait for
-       │<───┘ failure_s over, and it was the scheduler alone: as if it had been killed
+    RUNNING ──all workers ended with 0──> DRAINING ──all processes ended──> ENDED
+       │                                     │ after drain_s: warn, stop; after alone_s,
+       │                                     │ if no node had joined: a failure, stop
+       ├──a process failed──> FAILING ───────┤ after failure_s: stop; or after alone_s,
+       │    │                                │ if all workers have ended
+       │<───┘ after failure_s, if only the scheduler failed: as if it had been killed
        │
        ├──the scheduler was killed after all had joined──> RUNNING, as a failure
        │
-       └──SIGINT, SIGTERM, SIGHUP──> STOPPING: one signal after the other until all have ended
+       └──SIGINT, SIGTERM, SIGHUP──> STOPPING: stronger and stronger signals until all have ended
 
-Service processes (scheduler, servers) end with 0 once every worker has said goodbye to them,
-which may be long before the workers themselves exit. So their ending is not a failure as long as
-the service ends as a whole; one that ends alone, while others and the workers stay, is.
-
-The scheduler is not needed for push and pull, nor for the others' end. So when a signal kills it
-under the workers, the job goes on, and has failed at its end. One that ends by itself with an
-error usually says that another node is lost: then the others end as well, or it was its own.
+Service processes (scheduler, servers) end with 0 when every worker has said goodbye to them, which
+may be long before the workers exit. So this is not a failure if the whole service ends. If one of
+them ends alone, while others and the workers still run, it is a failure. Push, pull and the end of
+the others do not need the scheduler. So if a signal kills it while workers run, the job continues,
+and counts as failed at its end. A scheduler that ends by itself with an error usually reports that
+another node is lost. Then the other processes end as well; if they do not, the error was the
+scheduler's own.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from kvstore.launch.plan import ProcessSpec
 
 @dataclass(frozen=True)
 class Timing:
-    """How long each patience lasts, in seconds."""
+    """How long the launcher waits in each situation, in seconds."""
 
-    drain_s: float = 10.0  # scheduler and servers, after the last worker
-    service_s: float = 10.0  # the rest of the service, after one of it ended with 0 too early
-    failure_s: float = 5.0  # the others, after the first failure
-    alone_s: float = 0.5  # the service, after a failure when no worker is left, or if none joined
+    drain_s: float = 10.0  # for scheduler and servers to end, after the last worker
+    service_s: float = 10.0  # for the rest of the service, after one of it ended with 0 too early
+    failure_s: float = 5.0  # for the others to end, after the first failure
+    alone_s: float = 0.5  # for the service, if no worker is left after a failure or none had joined
     step_s: float = 3.0  # between one signal and the next, stronger one
     killed_s: float = 10.0  # for the kernel to end a process after SIGKILL
-    leftover_s: float = 1.0  # grandchildren, between SIGTERM and SIGKILL
+    leftover_s: float = 1.0  # for grandchildren to end, between SIGTERM and SIGKILL
 
 
 class Phase(enum.Enum):
@@ -61,8 +61,9 @@ class Phase(enum.Enum):
 class Exit:
     """The end of process ``index``; ``status`` is negative for a signal.
 
-    ``sweep`` counts the moments at which ends were noticed: equal numbers mean that the
-    launcher cannot tell which was first. ``stopped`` says that the launcher had told it to end.
+    ``sweep`` is the number of the check that noticed the end: if two processes have the same
+    number, the launcher cannot tell which of them ended first. ``stopped`` is true if the launcher
+    had told the process to end.
     """
 
     index: int
@@ -73,8 +74,8 @@ class Exit:
 
 
 Effect = signal.Signals | str | Exit
-"""A signal for the process groups of all that have not ended; words for people; or the end of a
-scheduler without which the job continues, and which people shall hear of."""
+"""A signal for the process groups of all running processes; a message for the user; or the end of a
+scheduler without which the job continues, for a message to the user."""
 
 _LADDERS: dict[signal.Signals, tuple[signal.Signals, ...]] = {
     signal.SIGINT: (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
@@ -84,7 +85,7 @@ _LADDERS: dict[signal.Signals, tuple[signal.Signals, ...]] = {
 
 
 class Lifecycle:
-    """Follows one job from its start until nothing runs any more."""
+    """Follows one job from its start until all its processes have ended."""
 
     def __init__(self, specs: Sequence[ProcessSpec], timing: Timing) -> None:
         self.phase = Phase.RUNNING
@@ -100,13 +101,13 @@ class Lifecycle:
         self._timing = timing
         self._sweep = 0
         self.deadline_s: float | None = None
-        """When :meth:`tick` wants to be called at the latest; None while nothing is awaited."""
+        """The latest time for the next :meth:`tick`; None if there is no deadline."""
         self._ladder: list[signal.Signals] = []
 
     def exited(self, statuses: Mapping[int, int], now_s: float) -> list[Effect]:
-        """Handle the processes that one sweep found ended, by index, with their status."""
+        """Handle the exit statuses, by process index, that one sweep found."""
         if self.phase is Phase.ENDED:
-            return []  # not even SIGKILL had ended them, which has been said
+            return []  # a warning has already said that SIGKILL did not end them
         self._sweep += 1
         stopped = self.phase is Phase.STOPPING
         for index, status in statuses.items():
@@ -124,7 +125,8 @@ class Lifecycle:
     def joined(self, now_s: float, *, is_certain: bool = True) -> None:
         """Handle the scheduler's report that all nodes have joined the cluster.
 
-        Not ``is_certain`` where no report says so: then the job does not go on without it.
+        ``is_certain`` is false if this is only assumed: then the job does not continue without its
+        scheduler.
         """
         self._joined = True
         self._is_certain = is_certain
@@ -132,7 +134,7 @@ class Lifecycle:
             self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
 
     def signalled(self, signal_number: signal.Signals, now_s: float) -> list[Effect]:
-        """Handle a signal to the launcher; one while it is stopping hurries it on."""
+        """Handle a signal to the launcher; while stopping, a signal skips the wait."""
         if self.phase is Phase.ENDED:
             return []
         if self.interrupted_by is None:
@@ -142,7 +144,7 @@ class Lifecycle:
         return self._next_step(now_s)
 
     def cannot_start(self, now_s: float, unstarted: Collection[int] = ()) -> list[Effect]:
-        """Handle a failed start: end the other processes at once, not ``unstarted``."""
+        """Handle a failed start: end the other processes; ``unstarted`` never ran."""
         for index in unstarted:
             self.exits[index] = Exit(index, 0, now_s, self._sweep, stopped=True)
         if len(self.exits) == len(self._specs):
@@ -174,17 +176,18 @@ class Lifecycle:
         return self._stop(signal.SIGTERM, now_s)
 
     def _settle(self, failed: bool, now_s: float) -> None:
-        """Decide, in RUNNING, DRAINING or FAILING, what the exits so far mean."""
+        """Update phase and deadline in RUNNING, DRAINING or FAILING from the exits so far."""
         if failed and self.phase is not Phase.FAILING:
             self.failed = True
             self._enter(Phase.FAILING, now_s + self._timing.failure_s)
         if self.phase is Phase.FAILING:
             if self._all_ended(worker=True) and self.deadline_s is not None:
-                # A moment all the same: one of the service may be about to say the cause.
+                # Wait a moment even so: a service process may be about to report the cause.
                 self.deadline_s = min(self.deadline_s, now_s + self._timing.alone_s)
         elif self._all_ended(worker=True):
             if self.phase is Phase.RUNNING:
-                # What the scheduler says may be under way; so may its end, which says as much.
+                # The scheduler's report may still be on its way. If it has ended with 0, all had
+                # joined.
                 self._joined = self._joined or self._has_scheduler_ended_well()
                 patience_s = self._timing.drain_s if self._joined else self._timing.alone_s
                 self._enter(Phase.DRAINING, now_s + patience_s)

@@ -1,10 +1,9 @@
-"""Where processes run: this machine, or one that an agent serves.
+"""Where processes run: this machine, or a machine with an agent.
 
-A :class:`Place` starts processes, signals them and tells what becomes of them in events; a
-process has the same index everywhere, its position in the job's plan. :class:`LocalPlace`
-runs on the main thread of the launcher, and of an agent (``launch/agents/agent.py``), which is a
-launcher's hand on another machine; ``launch/agents/remote.py`` has the place at the other end of an
-agent's link.
+A :class:`Place` starts processes, sends them signals and reports what happens to them as events. A
+process has the same index everywhere: its position in the job's plan. :class:`LocalPlace` runs on
+the main thread of the launcher, or of an agent on another machine (``launch/agents/agent.py``).
+``launch/agents/remote.py`` contains the place for the launcher's end of an agent's link.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvstore.launch.job.guardian import GuardianProcess, end_job
 from kvstore.launch.plan import ProcessSpec
 
 _READ_BYTES = 64 * 1024
-_LAST_READS = 64  # a pipe holds 64 KiB, and so does a read; with room for larger pipes
+_LAST_READS = 64  # a pipe usually holds 64 KiB, one read; this leaves room for larger pipes
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Ended:
-    """Processes found ended, with their status; ``why`` replaces it in reports."""
+    """Processes that have ended, with their statuses; reports show ``why`` as well."""
 
     statuses: Mapping[int, int]
     why: str | None = None
@@ -50,9 +49,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class CannotStart:
-    """The system cannot execute a program (errno); the others were not tried.
+    """The system cannot execute a program; the processes after it were not started.
 
-    ``text`` is its own words.
+    ``number`` is the errno; ``text`` is the system's message.
     """
 
     index: int
@@ -67,7 +66,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Located:
-    """Where a process runs, of a place that does not know it from the start."""
+    """The machine of a process, for a place that learns it later."""
 
     index: int
     label: str
@@ -75,14 +74,14 @@ class Located:
 
 @dataclass(frozen=True)
 class Joined:
-    """All nodes have joined; ``is_certain`` as in ``lifecycle.Lifecycle.joined``."""
+    """All nodes have joined; ``is_certain`` is that of ``lifecycle.Lifecycle.joined``."""
 
     is_certain: bool = True
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Nothing of the job runs here any more; ``left_over`` processes had to be ended."""
+    """No process of the job runs here now; ``left_over`` processes had to be ended."""
 
     left_over: int
 
@@ -91,11 +90,12 @@ Event = Started | Output | Ended | CannotStart | Note | Located | Joined | Finis
 IndexedSpecs = Sequence[tuple[int, ProcessSpec]]
 
 Handler = Callable[[float], "list[Event]"]
-"""What stands behind a descriptor in a selector: is called with the time when that is ready."""
+"""The function for a descriptor in a selector; called with the time when the descriptor is ready.
+"""
 
 
 class LineStream:
-    """The output of a process in ``pipe``; ``told`` makes events of whole lines."""
+    """The output of a process from ``pipe``; ``told`` turns whole lines into events."""
 
     def __init__(self, pipe: IO[bytes], told: Callable[[list[bytes]], list[Event]]) -> None:
         self._pipe = pipe
@@ -104,12 +104,12 @@ class LineStream:
         os.set_blocking(pipe.fileno(), False)
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
-        """Listen, until the end."""
+        """Register the pipe until it is closed, except while ``paused``."""
         if not (self._pipe.closed or paused):
             selector.register(self._pipe, selectors.EVENT_READ, self.read)
 
     def read(self, now_s: float) -> list[Event]:
-        """Read once, what is there."""
+        """Read the available output once and return its events."""
         if self._pipe.closed:
             return []
         try:
@@ -119,21 +119,21 @@ class LineStream:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            data = b""  # how the end of a terminal reads
+            data = b""  # a terminal reports its end this way
         lines = self._splitter.feed(data, now_s) if data else self.close()
         return self._told(lines) if lines else []
 
     def read_rest(self) -> list[Event]:
         """Read the rest of the output, with an unfinished last line, and close.
 
-        Others may hold the pipe open and write on: not for ever.
+        Other processes may hold the pipe open and keep writing, so the number of reads is limited.
         """
         events = [event for _ in range(_LAST_READS) for event in self.read(float("inf"))]
         lines = self.close()
         return [*events, *self._told(lines)] if lines else events
 
     def close(self) -> list[bytes]:
-        """Return the unfinished line, if any. May be called again."""
+        """Close the pipe; return the unfinished line, if any. May be called again."""
         self._pipe.close()
         return self._splitter.finish()
 
@@ -141,53 +141,53 @@ class LineStream:
 class Place:
     """One place; ``label`` follows its processes' names (``worker 1@label``).
 
-    A kind of place says what it does differently: nothing, for each of these.
+    These methods do nothing; each subclass overrides some of them.
     """
 
     label: str | None = None
     failure: str | None = None
-    """Why it will never be there, once that is known."""
+    """Why the place will never be ready, if this is known."""
 
     def awaited(self) -> list[str]:
-        """Return who has not come yet, for people; empty once all are there."""
+        """Return the names of missing agents, for messages; empty if all are connected."""
         return []
 
     def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
-        """Start processes with ``variables`` and their own; stop at a failure."""
+        """Start processes with ``variables`` and their own; stop at the first failure."""
         return []
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process groups of all processes that run here."""
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
-        """Register the descriptors to poll; no output while ``paused``.
+        """Register the descriptors to poll; no processes' output while ``paused``.
 
-        ``selector`` is new each time. What is registered has a :data:`Handler`.
+        ``selector`` is new each time. Every registered descriptor has a :data:`Handler`.
         """
 
     def sweep(self) -> list[Event]:
-        """Collect ended processes, after SIGCHLD."""
+        """Return events for the processes that have ended; called after SIGCHLD."""
         return []
 
     def tick(self, now_s: float) -> tuple[list[Event], float | None]:
-        """Act on the time; return also the seconds until the next call."""
+        """Act on deadlines; return events and the seconds until the next call, or None."""
         return [], None
 
     def finish(self, leftover_s: float) -> list[Event]:
-        """End left-over processes after the last one; :class:`Finished` follows."""
+        """End left-over processes after the job's last; :class:`Finished` follows."""
         return [Finished(0)]
 
     def hang_up(self) -> None:
         """Begin to close, without waiting for anything."""
 
     def close(self) -> None:
-        """Kill what runs and release everything, whatever state it is in."""
+        """Kill all processes and release everything, in whatever state the place is."""
 
 
 class LocalPlace(Place):
-    """Processes of this machine, each in a process group of its own.
+    """The processes on this machine, each in a process group of its own.
 
-    ``agent_id`` is "" for the launcher's own; what it ends is what bears the same.
+    ``agent_id`` is "" in the launcher. The place ends only processes with the same ``agent_id``.
     """
 
     def __init__(self, job_id: str, guardian: GuardianProcess, agent_id: str = "") -> None:
@@ -198,7 +198,7 @@ class LocalPlace(Place):
         self._streams: list[LineStream] = []
 
     def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
-        allow_files(4 * len(specs))  # a tie, two streams, a log
+        allow_files(4 * len(specs))  # each child: one tie, two streams, one log
         prepare = die_with_launcher()
         events: list[Event] = []
         for index, spec in specs:
@@ -232,10 +232,10 @@ class LocalPlace(Place):
         return [Ended(statuses)] if statuses else []
 
     def finish(self, leftover_s: float) -> list[Event]:
-        """End the rest at once, within about ``leftover_s`` seconds."""
+        """End the left-over processes within about ``leftover_s`` seconds."""
         groups = {child.group for child in self._children}
         found = end_job(self._job_id, groups, leftover_s, self._agent_id)
-        # All writers have ended, and what they wrote is in the pipes.
+        # All writers have ended, and their last output is in the pipes.
         last = [event for stream in self._streams for event in stream.read_rest()]
         return [*last, Finished(found)]
 

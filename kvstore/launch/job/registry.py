@@ -1,11 +1,11 @@
-"""Make a job's key, and note where the job is so that ``kvstore status`` finds it.
+"""A job's key, and the note with which ``kvstore status`` finds the job.
 
-The key is on no command line, in no environment and in no log: the environment holds the name of a
-file that only its user can read. Beside it stands the scheduler's address. The directory goes with
-the job (``supervisor.py`` removes it, or ``guardian.py`` if the launcher is killed). Where a
-cluster starts the processes, both are in the directory that the hosts share
-(``launch/agents/join.py``), so that jobs are found on other machines too. Files that another user
-could have put there are not read. Runs on the main thread.
+The key is on no command line, in no environment and in no log. The environment contains the name of
+a file that only its user can read. Beside it is a note with the scheduler's address.
+``supervisor.py`` removes the directory at the job's end, or ``guardian.py`` if the launcher is
+killed. If a cluster starts the processes, key and note are also in the directory that the hosts
+share (``launch/agents/join.py``), so that jobs are found on other machines too. Files that another
+user could have written are not read. Runs on the main thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pslite.node.address import machine_id
 
 PREFIX = "kvstore-key-"
 SHARED_NAME = "KVSTORE_JOB_DIR"
-"""The variable that names another directory than :data:`SHARED`."""
+"""The variable that replaces the directory :data:`SHARED`."""
 SHARED = "~/.kvstore/jobs"
 _KEY = "job.key"
 _NOTE = "job.json"
@@ -42,9 +42,9 @@ class FoundJob(NamedTuple):
 
 
 def note_job(directory: Path, address: str, security: str, key: str = "") -> None:
-    """Write the note, and ``key`` if missing, to ``directory`` if possible.
+    """Write the job's note, and ``key`` unless it is "", to ``directory`` if possible.
 
-    No other user may be able to enter ``directory``.
+    Other users must not be able to enter ``directory``.
     """
     note = {"address": address, "security": security, "machine": machine_id(), "pid": os.getpid()}
     try:
@@ -61,18 +61,18 @@ def shared_directory() -> str:
 
 
 def running_jobs() -> list[FoundJob]:
-    """Return the jobs whose notes exist, by address."""
+    """Return the jobs that have a note, sorted by address."""
     here = sorted(filter(is_private, Path(tempfile.gettempdir()).glob(f"{PREFIX}*")))
     away = sorted(filter(is_private, Path(os.path.expanduser(shared_directory())).glob("*")))
     found = {}
     for job in map(_read, [*away[:_MAX_JOBS], *here[:_MAX_JOBS]]):
         if job is not None:
-            found[job.address] = job  # of two notes of one job the one on this machine
+            found[job.address] = job  # if a job has two notes, use the one on this machine
     return sorted(found.values())
 
 
 def is_private(directory: Path) -> bool:
-    """Return whether no other user can have written into it."""
+    """Return whether ``directory`` is this user's and closed to all others."""
     try:
         status = directory.lstat()
     except OSError:
@@ -82,20 +82,20 @@ def is_private(directory: Path) -> bool:
 
 
 def _read(directory: Path) -> FoundJob | None:
-    """Return what the note says; None where there is none, or its launcher has ended."""
+    """Return the job in a note; None if there is no note or its launcher has ended."""
     try:
         with (directory / _NOTE).open("rb") as file:
             note = json.loads(file.read(_MAX_BYTES))
         job = FoundJob(str(note["address"]), str(note["security"]), str(directory / _KEY))
         if note["machine"] == machine_id():
             os.kill(int(note["pid"]), 0)
-    except (OSError, ValueError, KeyError, TypeError):  # it is just ending, or older
+    except (OSError, ValueError, KeyError, TypeError):  # the job is ending, or its note is older
         return None
     return job
 
 
 def new_key_file() -> Path:
-    """Choose where a new job's key goes: a name that cannot be guessed; make nothing."""
+    """Return an unguessable path for a new job's key; create nothing."""
     return Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(8)}" / _KEY
 
 
@@ -105,9 +105,9 @@ def new_key() -> str:
 
 
 def write_key(path: Path, key: str | None = None) -> None:
-    """Make the directory (mode 0700) and ``key``, or a new one, in it (mode 0600).
+    """Create the directory (mode 0700) with ``key``, or a new key (mode 0600).
 
-    Raises :class:`LaunchError` when either cannot be made, or was there.
+    Raises :class:`LaunchError` if either cannot be created or already exists.
     """
     try:
         path.parent.mkdir(mode=0o700)

@@ -1,9 +1,9 @@
-"""The end of a job as its user sees it: causes, logs and exit code.
+"""The report at the end of a job: cause of a failure, logs and exit code.
 
-One death in a distributed job brings others: peers notice it and raise. The launcher therefore
-waits a little after the first failure (``lifecycle.py``) and then asks here for the cause, which is
-printed last on the screen, where users look first. A job that succeeds gets its first line here
-too. Runs on the main thread; used by ``supervisor.py``, ``run.py`` and
+When one process of a job dies, its peers notice it and raise errors as well. So the launcher waits
+a little after the first failure (``lifecycle.py``) and then finds the cause with this module. It
+prints the cause last, where users look first. The line that says that all have joined comes from
+here too. Runs on the main thread; used by ``supervisor.py``, ``run.py`` and
 ``launch/backends/kubernetes/run.py``.
 """
 
@@ -41,16 +41,16 @@ _UNJOINED = (
     "creates a dist_... store"
 )
 
-# The last line of a traceback in which a process names another one as the cause of its end.
+# The last line of a traceback in which a process names another process as the cause of its end.
 _NAMES_ANOTHER = re.compile(r"(?:\w+\.)*NodeLostError\b")
 
 
 @dataclass(frozen=True)
 class EndedProcess:
-    """One ended process for reports; ``at_s`` counts from the start.
+    """One ended process, for reports.
 
-    ``place`` says where it ran, where that is more than a process id of this machine; ``reason``
-    what the cluster says about its end.
+    ``place`` says where it ran, if a process id of this machine is not enough. ``reason`` is what
+    the cluster says about its end.
     """
 
     spec: ProcessSpec
@@ -64,13 +64,14 @@ class EndedProcess:
 def failures_of(
     ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]
 ) -> tuple[list[EndedProcess], list[EndedProcess]]:
-    """Return the failed processes: the cause first, then those ended for it.
+    """Return the failed processes, the cause first, and those that the launcher ended.
 
-    The rules, in this order: a process that ended with an error of its own comes before a service
-    process that ended with 0 too early, and that before one whose log says NodeLostError
-    (it names somebody else: a process that raises may take longer to exit than its peers take
-    to notice); then the one that was noticed first; of several noticed in one sweep, one killed by
-    a signal first, since an error may be the answer to a signal death, never the reverse.
+    The failed processes are sorted by these rules, in this order. First come processes that ended
+    with an error of their own, then service processes that ended with 0 too early, then processes
+    whose log says NodeLostError: such a process names another as the cause, and a process that
+    raises an error may take longer to exit than its peers take to notice. Next, a process that was
+    noticed earlier comes first. Of those noticed in one sweep, a process killed by a signal comes
+    first, since such a death may cause errors elsewhere, but an error does not cause such a death.
     """
     early = _ended_too_early(ended, specs)
 
@@ -102,18 +103,19 @@ def describe_status(status: int) -> str:
 
 
 def _ended_too_early(ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]) -> set[int]:
-    """Return service processes that ended with 0 while workers and others still ran.
+    """Return the service processes that ended with 0 too early, by index.
 
-    When all of the service ended with 0 first, the workers had said goodbye: nothing is wrong.
-    Nor is it when the workers succeeded, who would have missed them. A scheduler that failed
-    before any server ended is not counted: the servers are the service then.
+    Too early means: while workers and other service processes still ran. If the whole service ended
+    with 0 first, the workers had said goodbye, which is normal. So it is if all workers succeeded,
+    since they would have noticed a missing process. A scheduler that failed before any server ended
+    is ignored: the servers are then the whole service.
     """
 
     def of(*roles: str) -> list[Exit]:
         return [one.exit for one in ended if one.spec.role in roles]
 
     def end_of(*roles: str) -> float:
-        """Return the sweep that saw the last of them end; infinite if one never did."""
+        """Return the sweep that saw the last of these roles end, or infinity."""
         sweeps = [found.sweep for found in of(*roles)]
         is_whole = len(sweeps) == len([spec for spec in specs if spec.role in roles])
         return max(sweeps) if is_whole else math.inf
@@ -139,9 +141,10 @@ def failure_block(
     *,
     start_s: float,
 ) -> str:
-    """Return the final block: the first failure in full, the others in one line.
+    """Return the final report: the first failure in full, the others in a line each.
 
-    ``failures`` and ``stopped`` are those of :func:`failures_of`; there is a failure.
+    ``failures`` and ``stopped`` are the results of :func:`failures_of`; there is at least one
+    failure.
     """
     first = failures[0]
     age_s = first.exit.at_s - start_s
@@ -159,7 +162,7 @@ def failure_block(
         f"the last {count} of its log:" if shown else "its log is empty",
         *(f"    {line}" for line in shown),
     ]
-    # Name the failures like the first one, and all others: two lines at most.
+    # Name the failures that equal the first one, and all others: two lines at most.
     same = [one for one in failures[1:] if _last_words(one) == _last_words(first)]
     if same:
         lines.append(f"the same on {', '.join(one.spec.name for one in same)}")
@@ -188,7 +191,7 @@ def without_scheduler(scheduler: EndedProcess) -> str:
 
 
 def _last_words(ended: EndedProcess) -> tuple[str, int, Sequence[str]]:
-    """Return role, status and last line; earlier lines may hold process ids."""
+    """Return role, status and last line: earlier lines may contain process ids."""
     return ended.spec.role, ended.exit.status, list(ended.last_lines)[-1:]
 
 
@@ -200,7 +203,7 @@ def _how(ended: EndedProcess) -> str:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first of the names, and how many more there are."""
+    """Return the first names, and the number of the remaining ones."""
     more = len(names) - _SHOWN_NAMES
     return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -208,7 +211,7 @@ def some_of(names: Sequence[str]) -> str:
 def complete_line(
     specs: Sequence[ProcessSpec], hosts: Iterable[str], address: str, shown_logs: str
 ) -> str:
-    """Return what is said once all have joined; ``address`` is the scheduler's."""
+    """Return the line for when all have joined; ``address`` is the scheduler's."""
     counts = Counter(spec.role for spec in specs)
     nodes = " and ".join(
         f"{counts[role]} {role}{'s' * (counts[role] > 1)}" for role in ("worker", "server")
@@ -220,10 +223,10 @@ def complete_line(
 
 
 class ProcessRecord:
-    """Its log file, its last lines and its number, which is 0 until it has started.
+    """A process's log file, its last lines and its process id (0 before its start).
 
-    ``label`` stands behind its name (``worker 1@label``); None says nothing of its place. Raises
-    :class:`LaunchError` (exit code 1) when the log cannot be made.
+    ``label`` follows its name (``worker 1@label``), unless it is None. Raises :class:`LaunchError`
+    (exit code 1) if the log cannot be created.
     """
 
     def __init__(self, spec: ProcessSpec, label: str | None, log_dir: Path) -> None:
@@ -240,7 +243,7 @@ class ProcessRecord:
             raise LaunchError(f"cannot write {path}: {error.strerror}", exit_code=1) from error
 
     def record(self, lines: list[bytes]) -> bytes:
-        """Write lines to the log file; return them as they go to the terminal."""
+        """Write lines to the log file; return them with the prefix for the terminal."""
         self.last_lines.extend(lines)
         if self._log is not None and lines:
             self._log.write(b"".join(line + b"\n" for line in lines))
@@ -254,7 +257,7 @@ class ProcessRecord:
             self._log = None
 
     def ended(self, found: Exit) -> EndedProcess:
-        """Record the end of a process, for the report."""
+        """Return the record of the process's end for the report."""
         lines = [line.decode(errors="replace") for line in self.last_lines]
         place = "" if self.label is None else f"pid {self.pid} on {self.label}"
         return EndedProcess(self.spec, self.pid, found, lines, place=place, reason=self.why or "")
@@ -262,7 +265,7 @@ class ProcessRecord:
 
 @dataclass(frozen=True)
 class JobReport:
-    """All there is to know of a job when nothing of it runs any more."""
+    """All facts about a job after all its processes have ended."""
 
     lifecycle: Lifecycle
     specs: Sequence[ProcessSpec]
@@ -271,7 +274,7 @@ class JobReport:
 
 
 def make_log_dir(wanted: str | None) -> tuple[Path, bool]:
-    """Return the directory and whether it goes away after a success."""
+    """Return the log directory, and whether to remove it after a success."""
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="kvstore-launch-")), True
     path = Path(wanted)
@@ -287,16 +290,16 @@ def make_log_dir(wanted: str | None) -> tuple[Path, bool]:
 
 
 def remove_logs(log_dir: Path, is_temporary: bool) -> None:
-    """Remove the logs unless they are the user's, or are to be kept."""
+    """Remove the logs if their directory is temporary."""
     if is_temporary:
         shutil.rmtree(log_dir, ignore_errors=True)
 
 
 def conclude(report: JobReport, log_dir: Path, is_temporary: bool) -> int:
-    """Say how the job ended, keep or remove its logs, and return the exit code."""
+    """Print how the job ended, keep or remove its logs, and return the exit code."""
     job = report.lifecycle
     if job.unjoined:
-        remove_logs(log_dir, is_temporary)  # nothing but what has been on the terminal
+        remove_logs(log_dir, is_temporary)  # the logs contain only what the terminal has shown
         say(_UNJOINED)
         return 1
     if job.failed:
@@ -305,7 +308,8 @@ def conclude(report: JobReport, log_dir: Path, is_temporary: bool) -> int:
         if job.interrupted_by is None:
             return exit_code(failures[0].exit)
     elif job.interrupted_by is not None:
-        # Who pressed Ctrl-C has seen the output; a batch system or a closed terminal has not.
+        # A user who pressed Ctrl-C has seen the output; a batch system or a closed terminal has
+        # not.
         is_over = is_temporary and job.interrupted_by is signal.SIGINT
         remove_logs(log_dir, is_over)
         where = "" if is_over else f"; logs of all processes: {log_dir}"
@@ -318,9 +322,9 @@ def conclude(report: JobReport, log_dir: Path, is_temporary: bool) -> int:
 
 
 def cannot_start(spec: ProcessSpec, place: str | None, number: int, text: str) -> LaunchError:
-    """Return the error for a program that cannot be executed (errno).
+    """Return the error for a program that cannot be executed; ``number`` is the errno.
 
-    ``place`` is the host, None for this machine; ``text`` the system's own words.
+    ``place`` is the host, or None for this machine. ``text`` is the system's message.
     """
     argv, program = spec.argv, spec.argv[0]
     is_there = place is None and os.path.exists(program)
@@ -351,12 +355,12 @@ def cannot_start(spec: ProcessSpec, place: str | None, number: int, text: str) -
 
 
 def say(text: str) -> None:
-    """Print a line of the launcher's own, when no supervisor exists to write it."""
+    """Print a line of the launcher's own if no supervisor exists to write it."""
     write_error(f"[launcher] {text}\n")
 
 
 def write_error(text: str) -> None:
-    """Write to standard error, ignoring failures: the exit code says it as well."""
+    """Write to standard error; ignore failures, since the exit code tells the result."""
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""Runs a whole job, wherever its processes are.
+"""Run a whole job, wherever its processes are.
 
-Brings the parts together, on the main thread: an address that the scheduler will serve on, on
-this machine; a place for the logs; the plan; the supervisor; and at the end the words and the
-exit code. Where servers and workers run is the launchers' matter (``launch/cli.py``,
-``launch/backends/ssh.py``). Read ``plan.py`` and ``supervisor.py`` next.
+On the main thread, this module combines the parts: an address on this machine for the scheduler, a
+directory for the logs, the plan, the supervisor, and at the end the report and the exit code. The
+launchers decide where servers and workers run (``launch/cli.py``, ``launch/backends/ssh.py``). Read
+``plan.py`` and ``supervisor.py`` next.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from kvstore.launch.plan import JobFacts, base_environment, brings_a_key, plan_j
 class Arrangement:
     """Where a job will run: the scheduler's address and the other places.
 
-    ``cpu_count`` is of all places together. ``places`` are those of servers and workers, by role
-    and rank; who has none runs on this machine. In ``directory``, which other machines of the
-    cluster share and only this user can enter, they find the job's scheduler and key.
-    ``worker_hosts`` are the names of the workers' machines by rank; empty, this machine has all.
+    ``cpu_count`` is the sum over all places. ``places`` are those of servers and workers, by role
+    and rank; all other processes run on this machine. Other machines of the cluster share
+    ``directory``, which only this user can enter, and find the job's scheduler and key there.
+    ``worker_hosts`` are the names of the workers' machines by rank; if empty, this machine runs
+    all.
     """
 
     host: str
@@ -58,9 +59,9 @@ def run_job(
 ) -> int:
     """Run the job to its end and return the exit code. Main thread only.
 
-    ``arrange`` gets the text of the job's key too. Standard output and error of all processes are
-    passed on; the report of a failure is the last thing on standard error. Raises
-    :class:`LaunchError` when nothing could be started.
+    ``arrange`` gets the supervisor and the text of the job's key. The output of all processes is
+    passed on; the report of a failure is the last text on standard error. Raises
+    :class:`LaunchError` if the job could not start.
     """
     check_plan(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
@@ -80,11 +81,11 @@ def check_plan(
     *,
     only_imports: bool = False,
 ) -> None:
-    """Check what is known before a job runs: settings, key, servers' imports.
+    """Check settings, key and servers' imports before a job runs.
 
     Raises :class:`LaunchError`.
     """
-    facts = JobFacts("none", checkout_root())  # what depends on addresses is not looked at
+    facts = JobFacts("none", checkout_root())  # checks ignore what depends on addresses
     specs = plan_job(options, facts, environ, service_command)
     environments = by_role(specs, base_environment(environ))
     if not only_imports:
@@ -100,7 +101,7 @@ def check_plan(
 
 
 def checking(environ: Mapping[str, str], timing: Timing) -> Supervisor:
-    """Return a supervisor that serves places and has no processes, as for ``--check``."""
+    """Return a supervisor that serves places but no processes, as for ``--check``."""
     return Supervisor(secrets.token_hex(8), environ, Path(), timing)
 
 
@@ -117,7 +118,7 @@ def _supervise(
     key_file = None if brings_a_key(options, environ) else new_key_file()
     given = {**environ, **dict(options.environment)}
     key = new_key() if key_file else read_given_key(given["PS_JOB_KEY_FILE"])
-    # One end goes to the scheduler, which says on it that all have joined.
+    # One end goes to the scheduler, which reports on it that all have joined.
     heard, joined = socket.socketpair()
     with heard, joined, Supervisor(job_id, environ, log_dir, timing) as supervisor:
         for note in options.notes:
@@ -157,19 +158,18 @@ def _supervise(
                 line = complete_line(specs, hosts, address, shown_logs)
                 supervisor.terminal.show_status(scheduler, line)
             supervisor.start(assigned, variables)
-            joined.close()  # only the scheduler holds it now, and its death is heard
+            joined.close()  # only the scheduler holds it now, so its death closes it
             supervisor.joined = heard
-            # When the scheduler dies, its port stays taken: no other process can listen there while
-            # nodes of this job run. No connection is answered there either.
+            # When the scheduler dies, its port stays taken while nodes of this job run: no other
+            # process can listen there. No connection is answered there either.
             return supervisor.wait()
 
 
 def _store_port() -> int:
     """Return a port for a framework's store on worker 0's machine.
 
-    It is free on this machine.
-
-    It is from below the ports that Linux gives to clients; only worker 0 can hold it.
+    The port is free on this machine. It is below the ports that Linux gives to clients, and only
+    worker 0 can listen on it.
     """
     while True:
         port = 20_000 + secrets.randbelow(12_000)

@@ -1,12 +1,12 @@
-"""Signals as bytes in a pipe; and a pipe's end as a signal.
+"""Signals as bytes in a pipe, and the end of a pipe as a signal.
 
 While a :class:`SignalPipe` is open, SIGINT, SIGTERM, SIGHUP and SIGCHLD interrupt nothing: each
-leaves a byte (``signal.set_wakeup_fd``). Main thread only.
+writes a byte to the pipe (``signal.set_wakeup_fd``). Main thread only.
 
-``kvstore.run`` starts the launcher with ``--tied FD:DIRECTORY`` (:class:`Tie`): ``FD`` is the
-reading end of a pipe whose other end only the caller holds, so the kernel closes it with the
-caller's life. Linux then sends SIGTERM to the launcher, which ends the job as for any SIGTERM; no
-loop has to watch the pipe, so it holds for every launcher and from the first moment. The other
+``kvstore.run`` starts the launcher with ``--tied FD:DIRECTORY`` (:class:`Tie`). ``FD`` is the
+reading end of a pipe whose other end only the caller holds, so the kernel closes that end when the
+caller dies. Linux then sends SIGTERM to the launcher, which ends the job as after any SIGTERM. No
+loop has to watch the pipe, so this works for every launcher and from the first moment. The other
 side is ``launch/run/background.py``.
 """
 
@@ -24,7 +24,7 @@ from types import FrameType
 from kvstore.launch.options import LaunchError
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What tells a launcher to end its job."""
+"""The signals that tell a launcher to end its job."""
 
 
 class SignalPipe:
@@ -40,7 +40,7 @@ class SignalPipe:
         self._previous: dict[signal.Signals, object] = {}
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for number in (*ENDING, signal.SIGCHLD):
-            # A signal that our parent has switched off (nohup, &) stays switched off.
+            # A signal that the parent process ignores (nohup, &) stays ignored.
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, _do_nothing)
         return self
@@ -53,7 +53,7 @@ class SignalPipe:
         os.close(self._write_fd)
 
     def arrived(self) -> list[signal.Signals]:
-        """Return the signals since the last call, in their order."""
+        """Return the signals that arrived since the last call, in order."""
         try:
             return [signal.Signals(number) for number in os.read(self.fd, 4096)]
         except BlockingIOError:
@@ -61,10 +61,11 @@ class SignalPipe:
 
 
 def signal_when_closed(fd: int, number: signal.Signals, to: int) -> None:
-    """Have the kernel send ``number`` when a pipe's writing end is closed.
+    """Make the kernel send a signal when a pipe's writing end is closed.
 
-    ``fd`` is its reading end; this holds while any process has that open. ``to`` is a process, or
-    a process group if negative. By ``fcntl(2)``, O_ASYNC with F_SETSIG.
+    ``fd`` is the pipe's reading end; the signal is sent as long as any process has it open.
+    ``number`` is the signal. ``to`` is a process, or a process group if negative. Source: O_ASYNC
+    with F_SETSIG in ``fcntl(2)``.
     """
     fcntl.fcntl(fd, fcntl.F_SETOWN, to)
     fcntl.fcntl(fd, fcntl.F_SETSIG, number)
@@ -72,25 +73,25 @@ def signal_when_closed(fd: int, number: signal.Signals, to: int) -> None:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Do nothing: a handler must exist for the byte to be written to the pipe."""
+    """Do nothing: Python writes the byte to the pipe only if a handler exists."""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """The pipe to the caller, and the directory in which both hand each other things.
+    """The pipe to the caller, and the directory for files between both.
 
-    The directory goes when the caller has gone.
+    The directory is removed after the caller has died.
     """
 
     fd: int
     directory: Path
 
     def hold(self) -> None:
-        """Treat the caller's death as a SIGTERM; before the job starts, as an interrupt."""
+        """Turn the caller's death into SIGTERM; before the job starts, into an interrupt."""
         os.set_inheritable(self.fd, False)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal_when_closed(self.fd, signal.SIGTERM, os.getpid())
-        if self.is_cut():  # it died before the lines above
+        if self.is_cut():  # the caller died before the lines above
             raise KeyboardInterrupt
 
     def is_cut(self) -> bool:
@@ -100,7 +101,7 @@ class Tie:
         return bool(poll.poll(0))
 
     def clean_up(self) -> None:
-        """Call last: all processes of the job have ended."""
+        """Remove the directory if the caller is dead; call it last."""
         if self.is_cut():
             shutil.rmtree(self.directory, ignore_errors=True)
 

@@ -1,8 +1,8 @@
-"""Starts the processes of a job, passes their output on, and sees all of them end.
+"""Start the processes of a job, pass their output on, and wait for their end.
 
-The shell around ``lifecycle.py``: everything happens on the main thread in one loop over one
-selector (what the places have to be listened to, the terminal when it is slow, and a pipe into
-which Python writes every signal, SIGCHLD too). No other thread may be started here: children are
+This module is the shell around ``lifecycle.py``. Everything happens on the main thread, in one loop
+over one selector: the places' descriptors, the terminal when it is slow, and a pipe into which
+Python writes every signal, SIGCHLD too. No other thread may be started here, because children are
 forked with a function to run before exec. Read ``lifecycle.py`` first, ``places.py`` next.
 """
 
@@ -25,7 +25,7 @@ from kvstore.launch.job.terminal import Terminal
 from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 
-_FINISHING_S = 10.0  # for places elsewhere to end what is left, besides the patience with it
+_FINISHING_S = 10.0  # for other machines to end left-over processes, after leftover_s
 
 
 class Supervisor:
@@ -33,7 +33,7 @@ class Supervisor:
 
     Use it once, as ``with Supervisor(...) as s: s.start(...); s.wait()``.
 
-    Leaving the block ends whatever still runs, also after an error of our own.
+    Leaving the block ends all processes that still run, also after an internal error.
     """
 
     def __init__(self, job_id: str, environ: Mapping[str, str], log_dir: Path, timing: Timing):
@@ -43,8 +43,8 @@ class Supervisor:
         self._timing = timing
         self._places: list[Place] = []
         self._records: list[ProcessRecord] = []
-        self._assigned: list[Place] = []  # by the process's index, as the records
-        self._lifecycle: Lifecycle | None = None  # from the start on
+        self._assigned: list[Place] = []  # by the process's index, like the records
+        self._lifecycle: Lifecycle | None = None  # set by start
         self._unfinished = 0
         self._start_failure: LaunchError | None = None
         self._start_s = time.monotonic()
@@ -52,7 +52,7 @@ class Supervisor:
         self.terminal = Terminal()
         self._to_remove: list[Path] = []
         self.joined: socket.socket | None = None
-        """Readable when all nodes have joined; the caller owns it."""
+        """A socket that becomes readable when all nodes have joined; the caller owns it."""
 
     def __enter__(self) -> Supervisor:
         self.guardian = GuardianProcess(self.job_id, self._environ)
@@ -77,19 +77,19 @@ class Supervisor:
     def remove_at_the_end(self, directory: Path) -> None:
         """Remove ``directory`` after all processes have ended, however they end.
 
-        To be called before it is made, so that nothing can stay.
+        Call this before creating the directory, so that it is always removed.
         """
         self.guardian.remove_at_the_end(directory)
         self._to_remove.append(directory)
 
     def add_place(self, place: Place) -> None:
-        """Serve ``place`` too, which is closed at the end."""
+        """Serve ``place`` too, and close it at the end."""
         self._places.append(place)
 
     def connect(self, remote: Sequence[Place], timeout_s: float | None) -> None:
-        """Wait for the agents of all ``remote`` places; None: without a limit.
+        """Wait for the agents of all ``remote`` places; None means without a limit.
 
-        Raises :class:`LaunchError` when one cannot, when time is up, or on Ctrl-C or another
+        Raises :class:`LaunchError` if one cannot connect, if time is up, or on Ctrl-C or another
         signal.
         """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -107,9 +107,9 @@ class Supervisor:
     def start(
         self, assigned: Sequence[tuple[ProcessSpec, Place]], variables: Mapping[str, str]
     ) -> None:
-        """Start each process at its place; :meth:`wait` reports one that could not be.
+        """Start each process at its place; :meth:`wait` reports a failed start.
 
-        ``variables`` are the environment on this machine, to which each adds its own.
+        ``variables`` are the environment on this machine; each process adds its own.
         """
         self._records = [ProcessRecord(spec, at.label, self._log_dir) for spec, at in assigned]
         self._assigned = [place for _, place in assigned]
@@ -121,9 +121,9 @@ class Supervisor:
                 return
 
     def wait(self) -> JobReport:
-        """Serve the job until all its processes have ended and are written out.
+        """Serve the job until all its processes have ended and their output is written.
 
-        Raises :class:`LaunchError` when one could not be started.
+        Raises :class:`LaunchError` if a process could not be started.
         """
         job = self._lifecycle
         assert job is not None
@@ -139,9 +139,10 @@ class Supervisor:
         return JobReport(job, [record.spec for record in self._records], ended, self._start_s)
 
     def _turn(self, until_s: float | None) -> bool:
-        """Wait until something happens, not beyond ``until_s``, and handle it.
+        """Wait until something happens or until ``until_s``, and handle it.
 
-        Signals and deaths come before output. Returns whether a signal told the launcher to end.
+        Signals and ended processes are handled before output. Returns whether a signal told the
+        launcher to end.
         """
         now_s = time.monotonic()
         due_s = [until_s, self.terminal.due_s]
@@ -157,7 +158,7 @@ class Supervisor:
             if self.joined is not None:
                 selector.register(self.joined, selectors.EVENT_READ)
             self.terminal.adjust(selector)
-            for place in self._places:  # children are heard while there is room for what they say
+            for place in self._places:  # read children's output only while the terminal has room
                 place.adjust(selector, paused=self.terminal.is_full)
             ready = selector.select(None if first_s is None else max(0.0, first_s - now_s))
         arrived = self._signals.arrived()
@@ -165,7 +166,8 @@ class Supervisor:
         for number in ending:
             self._end_by(number)
         if self._lifecycle and any(key.fileobj is self.joined for key, _ in ready):
-            # Before its end, which may have come meanwhile; then nothing may be there to read.
+            # Before handling the scheduler's end: if it has ended too, there may be no byte to
+            # read.
             if self.joined is not None and self.joined.recv(1):
                 self._take_in([places.Joined()])
             self.joined = None  # a closed pipe would be ready for ever
@@ -190,7 +192,7 @@ class Supervisor:
             self._carry_out(self._lifecycle.signalled(number, time.monotonic()))
 
     def _take_in(self, events: Iterable[places.Event]) -> None:
-        """Handle events of a place; before the start only notes count."""
+        """Handle the events of a place; before the start, handle only notes."""
         for event in events:
             if isinstance(event, places.Note):
                 self.terminal.say(event.text)
@@ -224,9 +226,9 @@ class Supervisor:
                     self.terminal.say(f"ended {what}")
 
     def _refuse(self, lifecycle: Lifecycle, event: places.CannotStart) -> None:
-        """Handle a refused start: no process from ``event.index`` on has started.
+        """Handle a failed start: no process from ``event.index`` on has started.
 
-        Elsewhere none was told to where this machine refuses, which comes first.
+        A failure on this machine comes first: then no process was started on the others either.
         """
         here = self._assigned[event.index]
         if self._start_failure is None:
@@ -247,17 +249,17 @@ class Supervisor:
                 for place in self._places:
                     place.send_signal(effect)
             elif isinstance(effect, Exit):
-                self.terminal.end_status()  # it was the one to ask
+                self.terminal.end_status()  # the scheduler was the source of the status
                 lost = self._records[effect.index].ended(effect)
                 self.terminal.say(without_scheduler(lost))
             else:
                 self.terminal.say(effect)
 
     def _finish(self) -> None:
-        """See that nothing is left at any place, and that its last output has been shown."""
+        """End left-over processes at all places, and show their last output."""
         leftover_s = self._timing.leftover_s
         self._unfinished = len(self._places)
-        for place in reversed(self._places):  # those elsewhere at the same time as this machine
+        for place in reversed(self._places):  # other machines work at the same time as this one
             self._take_in(place.finish(leftover_s))
         until_s = time.monotonic() + leftover_s + _FINISHING_S
         while self._unfinished > 0 and time.monotonic() < until_s:

@@ -1,14 +1,14 @@
 """The launcher's standard output and error, and the status line.
 
-A pipe into a pager, or a terminal that was paused with Ctrl-S, takes no more output for minutes;
-the launcher must notice deaths and signals all the same. So :class:`Console` keeps what cannot be
-written now, and past a bound the supervisor stops reading from the processes: they wait, as they
-would if they wrote to that pager themselves.
+A pipe into a pager, or a terminal that was paused with Ctrl-S, accepts no more output for minutes,
+but the launcher must still notice ended processes and signals. So :class:`Console` keeps what it
+cannot write now. Beyond a limit, the supervisor stops reading from the processes: they wait, as
+they would if they wrote to that pager themselves.
 
-On a terminal the status is rewritten in place; elsewhere a line is added now and then
-(:class:`StatusDisplay`, which is pure). A process asks the job's scheduler for it again and again
-(``kvstore.status --line --watch``) and writes a line for each answer; the launcher itself has one
-thread and opens no socket to the job. Runs on the main thread; used by ``supervisor.py``.
+On a terminal, the status is rewritten in place; elsewhere, a line is added from time to time
+(:class:`StatusDisplay`, which is pure). A process asks the job's scheduler for the status again and
+again (``kvstore.status --line --watch``) and writes a line for each answer. The launcher itself has
+one thread and opens no socket to the job. Runs on the main thread; used by ``supervisor.py``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvstore.launch.job.signals import ENDING, SignalPipe
 _PIECE_BYTES = select.PIPE_BUF
 FULL_BYTES = 1 << 20
 FIRST_AFTER_S = 3.0
-"""On a terminal, after the job is complete; one that is over sooner needs no status."""
+"""The wait on a terminal after all have joined; a job that ends sooner needs no status."""
 TERMINAL_INTERVAL_S = 2.0
 PLAIN_INTERVAL_S = 60.0
 _ERASE = b"\r\x1b[K"
-# Without the current directory, which is first unless PYTHONSAFEPATH is set.
+# Remove the current directory, which comes first unless PYTHONSAFEPATH is set.
 _COMMAND = (
     "import os, sys; os.nice(10); del sys.path[: sys.path[0] == '']; "
     "from kvstore.status import main; sys.exit(main(['--line', '--watch', sys.argv[1]]))"
@@ -54,7 +54,7 @@ class Console:
 
     @property
     def waiting(self) -> bool:
-        """There is text that the output has not taken yet."""
+        """Whether text waits to be written."""
         return bool(self._pending)
 
     @property
@@ -62,13 +62,13 @@ class Console:
         return len(self._pending) > FULL_BYTES
 
     def write(self, data: bytes) -> None:
-        """Write as much as is possible now and keep the rest. A closed output drops all."""
+        """Write as much as possible now and keep the rest; drop all for a closed output."""
         if not self.broken:
             self._pending += data
             self.write_pending()
 
     def write_pending(self, timeout_s: float = 0.0) -> None:
-        """Write what is kept, waiting at most ``timeout_s`` in all."""
+        """Write the kept text, waiting at most ``timeout_s`` in all."""
         deadline_s = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
@@ -79,7 +79,7 @@ class Console:
                 written = os.write(self.fd, self._pending[:_PIECE_BYTES])
             except BlockingIOError:
                 return
-            except OSError:  # the reader is gone: the job continues, its logs are files
+            except OSError:  # the reader is gone; the job continues and has its log files
                 self.broken = True
                 self._pending.clear()
                 return
@@ -87,7 +87,7 @@ class Console:
 
 
 class StatusDisplay:
-    """Decides what to write for a status; ``columns`` is None: no terminal."""
+    """The text to write for a status; ``columns`` is None without a terminal."""
 
     def __init__(self, columns: int | None) -> None:
         self.columns = columns
@@ -95,7 +95,7 @@ class StatusDisplay:
         self._told = ""
         self._told_at_s = float("-inf")
         is_plain = columns is None
-        # When the first status is of use, after the job is complete, and how often a new one.
+        # When to show the first status after all have joined, and how often to show a new one.
         self.first_after_s = PLAIN_INTERVAL_S if is_plain else FIRST_AFTER_S
         self.interval_s = PLAIN_INTERVAL_S if is_plain else TERMINAL_INTERVAL_S
 
@@ -106,7 +106,7 @@ class StatusDisplay:
             # A line as wide as the terminal would wrap, and could not be erased.
             self.line = shown[: max(0, self.columns - 1)].encode(errors="replace")
             return _ERASE + self.line
-        # A moment less: the status may come a little early.
+        # One second less, since the status may come a little early.
         if text == self._told or now_s - self._told_at_s < PLAIN_INTERVAL_S - 1:
             return b""
         self._told, self._told_at_s = text, now_s
@@ -124,9 +124,9 @@ def terminal_columns(fd: int) -> int | None:
 
 
 class Terminal:
-    """Both outputs of the launcher, and the status while the job is complete.
+    """The launcher's standard output and error, and the job's status.
 
-    What goes wrong with the status ends it and says nothing.
+    A failure of the status ends the status silently.
     """
 
     def __init__(self, output_fd: int = 1, errors_fd: int = 2) -> None:
@@ -135,14 +135,14 @@ class Terminal:
         self._environment: Mapping[str, str] = {}
         self._complete = ""
         self._display: StatusDisplay | None = None
-        self._process: subprocess.Popen[bytes] | None = None  # that asks for the status
+        self._process: subprocess.Popen[bytes] | None = None  # asks the scheduler for the status
         self._answers: LineStream | None = None  # what it writes
         self.due_s: float | None = None
-        """When :meth:`tick` has something to do."""
+        """The time of the next :meth:`tick` that has something to do, or None."""
 
     @property
     def is_full(self) -> bool:
-        """So much waits to be written that no more should be read."""
+        """Whether so much output waits that no more should be read."""
         return self._output.full or self._errors.full
 
     def say(self, text: str) -> None:
@@ -150,7 +150,7 @@ class Terminal:
         self.write(f"[launcher] {text}\n".encode(), is_error=True)
 
     def write(self, lines: bytes, *, is_error: bool) -> None:
-        """Write whole lines; clear a status on the same terminal for them."""
+        """Write whole lines; first erase a status on the same terminal, then rewrite it."""
         console = self._errors if is_error else self._output
         status = b"" if self._display is None else self._display.line
         if lines and status and (is_error or os.isatty(console.fd)):
@@ -161,7 +161,7 @@ class Terminal:
             console.write(lines)
 
     def adjust(self, selector: selectors.BaseSelector) -> None:
-        """Register a slow terminal until it has room for more, and what tells the status."""
+        """Register slow outputs until they have room, and the source of the status."""
         for console in (self._output, self._errors):
             if console.waiting:
                 write = partial(self._write_pending, console)
@@ -170,7 +170,7 @@ class Terminal:
             self._answers.adjust(selector, paused=False)
 
     def write_last(self, signals: SignalPipe, *, is_interrupted: bool) -> None:
-        """Wait for a slow reader as any program does, but a signal means: not much longer."""
+        """Wait until the reader has taken all output; after a signal, wait only briefly."""
         while waiting := [one for one in (self._output, self._errors) if one.waiting]:
             with selectors.PollSelector() as selector:
                 selector.register(signals.fd, selectors.EVENT_READ)
@@ -183,9 +183,10 @@ class Terminal:
                 console.write_pending()
 
     def show_status(self, environment: Mapping[str, str], complete: str) -> None:
-        """Print ``complete`` once all nodes have joined, then the job's progress.
+        """Print ``complete`` when all nodes have joined, then the job's progress.
 
-        ``environment`` names its scheduler and key, as that of any of its processes does.
+        ``environment`` contains the scheduler's address and the key, like that of the job's
+        processes.
         """
         self._environment, self._complete = environment, complete
         self._display = StatusDisplay(terminal_columns(self._errors.fd))
@@ -197,11 +198,11 @@ class Terminal:
             self.due_s = now_s + self._display.first_after_s
 
     def tick(self, now_s: float) -> None:
-        """Have the status asked for when it is time."""
+        """Start the process that asks for the status when it is time."""
         if self._display is None or self.due_s is None or now_s < self.due_s:
             return
         self.due_s = None
-        with suppress(OSError):  # no process can be started: a job needs no status
+        with suppress(OSError):  # if no process can be started, the job runs without a status
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _COMMAND, f"{self._display.interval_s:g}"],
                 env=dict(self._environment),
@@ -216,11 +217,11 @@ class Terminal:
             self._answers = LineStream(self._process.stdout, self._answered)
 
     def end_status(self) -> None:
-        """Show no status any more, and leave no trace of one. May be called again."""
+        """Stop showing the status, and erase it. May be called again."""
         self.due_s = None
         if self._process is not None and self._answers is not None:
             self._process.kill()  # it has nothing to lose
-            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+            with suppress(subprocess.TimeoutExpired):  # the process hangs in the kernel
                 self._process.wait(_REAP_S)
             self._answers.close()
             self._process = self._answers = None
@@ -231,10 +232,10 @@ class Terminal:
     def _answered(self, lines: list[bytes]) -> list[Event]:
         display = self._display
         if display is None:
-            return []  # it was ended meanwhile
+            return []  # the status was ended meanwhile
         if display.columns is not None:
             display.columns = terminal_columns(self._errors.fd) or display.columns
-        if not self._errors.waiting:  # a terminal that is paused need not see all of them later
+        if not self._errors.waiting:  # a paused terminal need not show all of them later
             text = lines[-1].decode(errors="replace")
             self._errors.write(display.news(text, time.monotonic()))
         return []
