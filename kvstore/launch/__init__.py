@@ -11,7 +11,7 @@ The launcher's package knows nothing of arrays or messages. It does not import N
 - ``launch/job/places.py``: where processes run
 - ``launch/job/supervisor.py``: the main loop
 - ``launch/job/guardian.py``: cleans up when the launcher itself is killed
-- ``launch/backends/``: jobs on other machines, such as ``ssh.py`` and ``kubernetes/run.py``
+- ``launch/backends/``: jobs on other machines; begin with ``launch/backends/ssh.py``
 - ``launch/agents/agent.py``: the agent on another machine
 
 ``launch/run/`` is not part of the launcher: with it, ``kvstore.run`` starts the launcher. The
