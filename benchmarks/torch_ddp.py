@@ -206,6 +206,7 @@ def time_model(rank: int, model: str, groups: dict[str, Any], steps: int) -> Non
 def time_step(rank: int, groups: dict[str, Any], steps: int) -> None:
     """Time whole steps of ResNet-18 on images of 64 x 64: forward, backward, SGD."""
     modules, optimizers = {}, {}
+    first: dict[str, torch.Tensor] = {}
     for name, group in groups.items():
         torch.manual_seed(5)
         modules[name] = DistributedDataParallel(resnet18(), process_group=group)
@@ -217,10 +218,11 @@ def time_step(rank: int, groups: dict[str, Any], steps: int) -> None:
         optimizers[name].zero_grad()
         nn.functional.cross_entropy(modules[name](images), labels).backward()
         optimizers[name].step()
+        if name not in first:  # later on, differences in the last bit grow
+            first[name] = nn.utils.parameters_to_vector(modules[name].parameters()).detach()
 
     found = in_turns(steps, lambda name: None, step)
-    weights = [nn.utils.parameters_to_vector(each.parameters()) for each in modules.values()]
-    check(torch.allclose(*weights, rtol=1e-3, atol=1e-4), "steps of ResNet-18")
+    check(torch.allclose(*first.values(), rtol=1e-5, atol=1e-6), "a step of ResNet-18")
     report(rank, "DDP step, ResNet-18", found)
 
 
