@@ -8,9 +8,9 @@
         worker = pslite.KVWorker(node, app=0)   # on a server: pslite.KVServer(node, app=0, ...)
         worker.wait(worker.push(keys, values))
 
-It knows nothing of stores and optimizers. Importing starts nothing and is cheap: each name is
-imported when it is first used. Read next: ``apps/kv_app.py`` for what users call, ``plane/`` for
-how data moves, ``node/postoffice.py`` for the node's loop.
+The runtime does not know stores and optimizers. An import starts nothing and is cheap: each name
+is imported when it is first used. Read next: ``apps/kv_app.py`` for what users call, ``plane/``
+for how data moves, ``node/postoffice.py`` for the node's loop.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """All settings of the runtime, and the only place that reads the environment.
 
-A ``Config`` is a frozen value: made once by ``Config.from_env`` (argument > environment >
-default) and passed to those who need it. The meaning of the DMLC_* and PS_* names is
-ps-lite's (``docs/env.md`` there); the others are new. ``SETTINGS`` describes each field, for
-the check of unknown names here and for the page in the docs.
+A ``Config`` is a frozen value. ``Config.from_env`` makes it once (argument > environment >
+default), and it is passed to all code that needs it. The DMLC_* and PS_* names mean the same as in
+ps-lite (``docs/env.md`` there); the other names are new. The metadata of each field serves the
+check of unknown names here and the page in the docs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pslite.errors import ConfigError
 MIB = 1 << 20
 SECURITY_NAMES = ("plain", "curve")
 LONGEST_S = 1e9
-"""Thirty years: what a setting of ``inf`` comes to."""
+"""Thirty years: the value that replaces ``inf`` in a setting."""
 MAX_CONNECTIONS = 16
-"""With one peer: a first one and 15 further ones (``wire.md``, section 2)."""
+"""The most connections with one peer: a first and 15 further (``wire.md``, section 2)."""
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _MAX_NAME = 512
-"""Characters in a name that peers are told (``wire.md``, section 5)."""
+"""The most characters in a name that is sent to peers (``wire.md``, section 5)."""
 
 
 def _flag(text: str) -> bool:
@@ -49,7 +49,7 @@ def _setting(
 ) -> Any:
     """Declare a field: its environment variable, meaning, and range or choices.
 
-    Without ``parse``, a text is read as what the default is (``None``: as an integer).
+    Without ``parse``, a text is read as the type of the default (``None``: as an integer).
     """
     if parse is None:
         parse = _flag if isinstance(default, bool) else int if default is None else type(default)
@@ -301,8 +301,8 @@ class Config:
         """Read settings; arguments win over ``mapping`` (``os.environ`` when None).
 
         Returns:
-            The settings, and sentences about unknown names (:func:`unknown_names`);
-            from PS_VERBOSE=1 on also about names of the original that change nothing here.
+            The settings, and sentences about unknown names (:func:`unknown_names`). With
+            PS_VERBOSE=1 or more, also sentences about names of MXNet that have no effect here.
 
         Raises:
             ConfigError: a value is malformed, or the settings contradict each other.
@@ -328,7 +328,8 @@ class Config:
     def read(cls, name: str, mapping: Mapping[str, str] | None = None) -> Any:
         """Read one setting of ``mapping`` or ``os.environ``, for code that is not a node.
 
-        ``name`` is the field's. Raises ``ConfigError`` when this one is malformed; others may be.
+        ``name`` is the field's name. Raises ``ConfigError`` if this setting is malformed; the
+        other settings are not checked.
         """
         mapping = os.environ if mapping is None else mapping
         (setting,) = (field for field in dataclasses.fields(cls) if field.name == name)
@@ -340,16 +341,16 @@ class Config:
     def __post_init__(self) -> None:
         for name in _names():
             if name.endswith("_s") and getattr(self, name) > LONGEST_S:
-                # inf, too: clocks and locks cannot count so far
+                # Also for inf: clocks and locks cannot handle such large numbers.
                 object.__setattr__(self, name, LONGEST_S)
 
     def _check_ranges(self) -> None:
-        """Raise ``ConfigError`` for numbers that no node could work with."""
+        """Raise ``ConfigError`` if a field is out of its range."""
         for setting in dataclasses.fields(self):
             _check_value(setting, getattr(self, setting.name))
 
     def checked(self) -> Config:
-        """Check ranges and what fields say together; return this value."""
+        """Check the ranges and that the fields agree; return this value."""
         self._check_ranges()
         if self.heartbeat_timeout_s > 0 and self.heartbeat_interval_s == 0:
             raise ConfigError(
@@ -374,11 +375,11 @@ class Config:
 
     @property
     def report_after_s(self) -> float:
-        """Return after how many seconds to report waits: before PS_STALL_TIMEOUT."""
+        """The seconds after which a wait is reported, always before PS_STALL_TIMEOUT."""
         return min(self.stall_report_s, self.stall_timeout_s / 4 or math.inf)
 
     def checked_for_cluster(self) -> Config:
-        """Check that a cluster can be joined with these settings; return them."""
+        """Check that a node can join a cluster with these settings; return them."""
         self._check_ranges()
         missing = [
             _names()[name]
@@ -401,7 +402,7 @@ class Config:
 
 
 def _check_value(setting: dataclasses.Field[Any], value: Any) -> None:
-    """Raise ``ConfigError`` where a field may not have this value."""
+    """Raise ``ConfigError`` if a field may not have this value."""
     limits = ("above", "least", "most", "choices")
     above, least, most, choices = map(setting.metadata.__getitem__, limits)
     expected = ""
@@ -435,11 +436,12 @@ def _parse(setting: dataclasses.Field[Any], text: str) -> Any:
         raise ConfigError(f"{name} is {text!r}; expected {expected} ({meaning})") from None
 
 
-#: How alike (``difflib``) a name must be to one of ours to be taken for it, misspelt.
-#: DMLC_PS_ROOT_URL is by 0.94 DMLC_PS_ROOT_URI; DMLC_NUM_ALL_WORKER, another's, by 0.88.
+#: How similar (``difflib``) a name must be to a known name to be taken for its misspelling.
+#: DMLC_PS_ROOT_URL and DMLC_PS_ROOT_URI have 0.94. DMLC_NUM_ALL_WORKER, a name of another
+#: program, has 0.88.
 _MISSPELT = 0.9
 _OWN_WAY = "stores choose by themselves how to split and add arrays"
-#: Names of the original that need no field, because they change nothing here -> why.
+#: Names of MXNet and ps-lite that have no effect here and so have no field -> why.
 WITHOUT_EFFECT = {
     "DMLC_LOCAL": "processes of one host choose by themselves how to exchange data",
     "DMLC_PS_WATER_MARK": "PS_CREDIT_BYTES limits the bytes in flight",
@@ -453,17 +455,18 @@ WITHOUT_EFFECT = {
     "MXNET_KVSTORE_TREE_LINK_USAGE_PENALTY": _OWN_WAY,
     "MXNET_KVSTORE_USETREE": _OWN_WAY,
 }
-#: All names of the original without a field; what PS_RESEND asks for is always on.
+#: All names of MXNet and ps-lite that have no field. Resending (PS_RESEND) is always on.
 ACCEPTED_NAMES = frozenset({"PS_RESEND", *WITHOUT_EFFECT})
-#: What the launcher alone reads, or sets for scripts.
+#: Names that only the launcher reads, or sets for scripts.
 LAUNCHER_NAMES = frozenset({"DMLC_JOB_CLUSTER", "KVSTORE_JOB_DIR"})
 
 
 def unknown_names(mapping: Mapping[str, str]) -> list[str]:
     """Return a sentence for each unknown name that may be meant for this project.
 
-    That is each ``PS_*`` name. MXNet and its trackers have many ``DMLC_*`` names of no concern
-    here: of these, and of ``KVSTORE_*``, only what is all but equal to a known name.
+    Every unknown ``PS_*`` name gets a sentence. MXNet and its trackers have many ``DMLC_*`` names
+    that do not matter here, so a ``DMLC_*`` or ``KVSTORE_*`` name gets one only if it is almost
+    equal to a known name.
     """
     known = set(_names().values()) | ACCEPTED_NAMES | LAUNCHER_NAMES
     sentences = []

@@ -14,8 +14,8 @@
     ├── DeadlineError           time is up; the text names who has not answered
     └── ClosedError             the node was closed while (or before) the call ran
 
-A bug of our own is whatever else comes out. Nothing in this file may import another
-module of the project, so that every layer can raise these.
+Any other exception is a bug of this project. This file may not import other modules of the
+project, so that every layer can raise these errors.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class ConfigError(UsageError, ValueError):
 
 
 class MismatchError(UsageError):
-    """Ranks of a group make different collective calls: each of these ends with this."""
+    """Ranks of a group make different collective calls; each call raises this."""
 
 
 class DeadlockError(UsageError):
     """All workers wait for each other in calls that cannot end; each call raises this.
 
-    The text names the call of every worker. What had been sent stays under way.
+    The text names the call of every worker. Messages that were sent before stay in flight.
     """
 
 
@@ -89,20 +89,21 @@ def unexpected(expected: str, found: object) -> ProtocolError:
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """Return an error for the wire: the name of its class, and its text.
+    """Return an error as it is sent: the name of its class, and its text.
 
-    An error that was not raised on purpose comes with its traceback, so that the asker can find it.
+    The text of an error that is not a ``PSError`` includes its traceback, so that the asker can
+    find its cause.
     """
     if isinstance(error, PSError):
         text = str(error)
-    else:  # not its str, which may raise in turn
+    else:  # not str(error), which may raise an exception too
         text = "".join(traceback.format_exception(error)).rstrip()
-    # Names of files that are not UTF-8 reach Python as lone surrogates, which cannot travel.
+    # In Python, file names that are not UTF-8 hold lone surrogates, which cannot be encoded.
     return type(error).__name__, text.encode("utf-8", "backslashreplace").decode()
 
 
 def check_unicode(what: str, text: str, error: type[UsageError] = UsageError) -> str:
-    """Return ``text``; raise ``error`` where it holds half a character."""
+    """Return ``text``; raise ``error`` if it holds a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as found:
@@ -114,10 +115,10 @@ def check_unicode(what: str, text: str, error: type[UsageError] = UsageError) ->
 
 
 def as_failure(error: BaseException) -> Exception:
-    """Return the same as an ``Exception``, which ends no thread in silence.
+    """Return ``error`` itself, or a ``RuntimeError`` if it is not an ``Exception``.
 
-    ``SystemExit`` and its like, raised by code of a user on a thread of a node, become a
-    ``RuntimeError`` with the original as its cause.
+    If a user's code raises ``SystemExit`` or ``KeyboardInterrupt`` on a thread of a node, the
+    result is a ``RuntimeError`` with that exception as its cause.
     """
     if isinstance(error, Exception):
         return error
@@ -127,9 +128,9 @@ def as_failure(error: BaseException) -> Exception:
 
 
 def told(error: BaseException | None) -> tuple[str, str, str, int]:
-    """Return an error as messages carry it: kind, text, and the lost node.
+    """Return the fields of an error in a message: kind, text, and the lost node.
 
-    The lost node is given by its role and rank.
+    The lost node is its role and rank, or ``""`` and -1.
     """
     kind, text = ("", "") if error is None else describe(error)
     lost = (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
@@ -137,10 +138,10 @@ def told(error: BaseException | None) -> tuple[str, str, str, int]:
 
 
 def rebuild(kind: str, message: str, *, role: str = "", rank: int = -1) -> PSError:
-    """Return the error that a peer reported, as this process knows it.
+    """Make an exception again from an error that a peer reported.
 
-    ``kind`` is the name of the exception's class there. A class of this tree comes back as
-    itself; anything else (code of a user or a library) as a ``RemoteError`` that says so.
+    ``kind`` is the name of the exception's class there. If the class belongs to this tree, the
+    result has the same class. Otherwise (code of a user or a library) it is a ``RemoteError``.
     """
     if kind == NodeLostError.__name__:
         return NodeLostError(message, role=role, rank=rank)

@@ -1,8 +1,9 @@
 """``Future``: passes a result from the I/O thread to the thread that waits for it.
 
-A future completes exactly once, with a value or an error; its creator sees to it that
-it does (``node/customer.py``, ``plane/worker.py``). Callbacks run on the completing thread,
-which is the I/O thread, so they must be short and must not wait. A leaf: it knows no node.
+A future completes exactly once, with a value or an error. The code that creates it must make sure
+of that (``node/customer.py``, ``plane/worker.py``). Callbacks run on the thread that completes the
+future. That is the I/O thread, so callbacks must be short and must not wait. This module does not
+know nodes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ U = TypeVar("U")
 class Future(Generic[T]):
     """The result of a request in flight."""
 
-    # One condition serves all futures: waiters are few (usually one thread), and a lock a
-    # future would cost more than it saves.
+    # All futures share one condition: few threads wait (usually one), and a lock for each future
+    # would cost more than it saves.
     _lock = threading.RLock()
     _condition = threading.Condition(_lock)
 
@@ -35,9 +36,9 @@ class Future(Generic[T]):
         self._error: BaseException | None = None
         self._callbacks: tuple[Callable[[Future[T]], None], ...] = ()
         self._on_error: tuple[Callable[[Future[T]], None], ...] = ()
-        #: What is being waited for, and on whom; used in the text of a time-out.
+        #: The awaited event and the nodes that must answer, for the text of a time-out.
         self.describe = describe
-        #: Called before a wait: what could go on without haste should go on now.
+        #: Called before a wait: requests that are held back to be joined are sent now.
         self.flush: Callable[[], None] | None = None
 
     def done(self) -> bool:
@@ -45,11 +46,11 @@ class Future(Generic[T]):
         return self._done
 
     def set_result(self, value: T) -> None:
-        """Complete with ``value``; without effect when it is complete already."""
+        """Complete with ``value``; has no effect if the future is already complete."""
         self._complete(value, None)
 
     def set_error(self, error: BaseException) -> None:
-        """Complete with ``error``; without effect when it is complete already."""
+        """Complete with ``error``; has no effect if the future is already complete."""
         self._complete(None, error)
 
     def _complete(self, value: T | None, error: BaseException | None) -> None:
@@ -65,7 +66,7 @@ class Future(Generic[T]):
 
     @property
     def what(self) -> str:
-        """The awaited event, and the nodes that are to answer."""
+        """The awaited event and the nodes that must answer, in words."""
         return self.describe if isinstance(self.describe, str) else self.describe()
 
     def __repr__(self) -> str:
@@ -79,19 +80,19 @@ class Future(Generic[T]):
         return f"<Future of {self.what}: {state}>"
 
     def describer(self) -> Callable[[], str] | str:
-        """Return the description of a future made of this one; refers to no value."""
+        """Return a description for derived futures; it does not keep the value alive."""
         return self.describe
 
     def error(self) -> BaseException | None:
-        """Return the error that it completed with, if any; does not wait."""
+        """Return the error that the future completed with, or None; does not wait."""
         return self._error
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the value.
 
         Raises:
-            DeadlineError: ``timeout_s`` is over; the text says what was waited for.
-            Exception: the error it completed with, whatever that is.
+            DeadlineError: ``timeout_s`` has passed; the text names the awaited event.
+            Exception: the error that the future completed with.
         """
         if not self._done:
             if self.flush is not None:
@@ -105,7 +106,7 @@ class Future(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def on_done(self, callback: Callable[[Future[T]], None]) -> None:
-        """Call ``callback(self)`` on completion, or now if that was before."""
+        """Call ``callback(self)`` on completion, or now if the future is complete."""
         with self._lock:
             if not self._done:
                 self._callbacks = (*self._callbacks, callback)
@@ -113,7 +114,7 @@ class Future(Generic[T]):
         callback(self)
 
     def on_error(self, callback: Callable[[Future[T]], None]) -> None:
-        """Call ``callback(self)`` on an error, before all of ``on_done``."""
+        """Call ``callback(self)`` on an error, before all callbacks of ``on_done``."""
         with self._lock:
             if not self._done:
                 self._on_error = (*self._on_error, callback)
@@ -122,7 +123,7 @@ class Future(Generic[T]):
             callback(self)
 
     def then(self, step: Callable[[T], Future[U]]) -> Future[U]:
-        """Return the future of a further step, taken with this one's value."""
+        """Call ``step`` with this future's value; return the future of its result."""
         result: Future[U] = Future(self.describer())
         result.flush = self.flush
 
@@ -132,7 +133,7 @@ class Future(Generic[T]):
                 return
             try:
                 following = step(done._value)  # type: ignore[arg-type]
-            except BaseException as error:  # those who wait must not wait for ever
+            except BaseException as error:  # a thread that waits must not wait for ever
                 result.set_error(error)
                 if _ends_the_script(error):
                     raise
@@ -144,7 +145,7 @@ class Future(Generic[T]):
         return result
 
     def or_else(self, step: Callable[[BaseException], Future[Any]]) -> Future[T]:
-        """Return this one's value; after an error, take ``step`` first and keep the error."""
+        """Return a future that ends as this one; after an error, ``step`` runs first."""
         result: Future[T] = Future(self.describer())
         result.flush = self.flush
 
@@ -163,7 +164,7 @@ class Future(Generic[T]):
         return result
 
     def map(self, function: Callable[[T], U]) -> Future[U]:
-        """Return the future of ``function`` of this one's value."""
+        """Call ``function`` with this future's value; return the future of its result."""
         return self.then(lambda value: completed(function(value)))
 
     def _adopt(self, done: Future[T]) -> None:
@@ -171,9 +172,9 @@ class Future(Generic[T]):
 
 
 def _tell(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
-    """Call ``callback`` and show what it raises: the completing thread continues.
+    """Call ``callback``; print its exception, so that the calling thread continues.
 
-    That thread belongs to the node. Where standard error takes nothing, nothing is shown.
+    That thread belongs to the node. If standard error cannot be written, nothing is printed.
     """
     try:
         callback(future)
@@ -185,15 +186,15 @@ def _tell(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
 
 
 def _ends_the_script(error: BaseException) -> bool:
-    """Return whether this is Ctrl-C or ``sys.exit`` on the main thread."""
+    """Return whether ``error`` is Ctrl-C or ``sys.exit`` on the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and not isinstance(error, Exception)
 
 
 def complete_all(futures: Sequence[Future[None]]) -> None:
-    """Complete all of them with None, at little more than the cost of one.
+    """Complete all ``futures`` with None, at little more than the cost of one.
 
-    A thread that waits for one of them is woken once.
+    A thread that waits for any of them is woken once.
     """
     told = []
     with Future._lock:
@@ -210,21 +211,21 @@ def complete_all(futures: Sequence[Future[None]]) -> None:
 
 
 def completed(value: T) -> Future[T]:
-    """Make a future that has its value already."""
+    """Make a future that is already complete with ``value``."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
 def failed(error: BaseException) -> Future[Any]:
-    """Make a future that has its error already."""
+    """Make a future that has already failed with ``error``."""
     future: Future[Any] = Future()
     future.set_error(error)
     return future
 
 
 def settled(futures: Iterable[Future[Any]]) -> Future[None]:
-    """Make a future that is done once all of them are, whatever they ended in."""
+    """Make a future that completes once all ``futures`` have a value or an error."""
     waited = list(futures)
     result: Future[None] = Future(
         lambda: next((future.what for future in waited if not future.done()), "several requests")
@@ -254,10 +255,10 @@ def settled(futures: Iterable[Future[Any]]) -> Future[None]:
 
 
 def gather(futures: Iterable[Future[Any]]) -> Future[list[Any]]:
-    """Make a future of all values, in order; or of the first error, once all are done.
+    """Make a future of all values in order, or of the first error in that order.
 
-    It waits for all of them also after an error, so that no buffers are still in use
-    when it completes.
+    It completes once all ``futures`` have, also after an error, so that their buffers are no longer
+    in use.
     """
     waited = list(futures)
 

@@ -1,11 +1,11 @@
 """Names for the numbers that nodes exchange: roles, node ids, ranks, groups.
 
-Distinct types, so that mypy refuses a rank where a node id is meant. Pure values; this
-module imports nothing of the project. Next: ``config.py``.
+The types are distinct, so that mypy rejects a rank in place of a node id. This module has only
+pure values and does not import other modules of the project. Read next: ``config.py``.
 
-The arithmetic of node ids is ps-lite's (``include/ps/internal/postoffice.h``): the
-scheduler is 1, server rank r is 2r+8, worker rank r is 2r+9, and 1, 2, 4 and their sums
-name groups. Users of the original meet these numbers in its logs.
+Node ids are computed as in ps-lite (``include/ps/internal/postoffice.h``), whose logs print them:
+the scheduler is 1, server rank r is 2r+8, worker rank r is 2r+9, and 1, 2, 4 and their sums name
+groups.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class Role(str, enum.Enum):
 
     @property
     def letter(self) -> str:
-        """H, S or W, as ps-lite's log lines abbreviate the roles."""
+        """H, S or W: the abbreviation of the role in ps-lite's log lines."""
         return {"scheduler": "H", "server": "S", "worker": "W"}[self.value]
 
 
 def node_id(role: Role, rank: int) -> NodeId:
-    """Return the id of a node, as ps-lite counts it."""
+    """Return the id of a node, computed as in ps-lite."""
     if role is Role.SCHEDULER:
         return SCHEDULER_ID
     return NodeId(2 * rank + (8 if role is Role.SERVER else 9))
 
 
 def role_of(node: int) -> Role:
-    """Return the role that a node id stands for."""
+    """Return the role of the node with this id."""
     if node == SCHEDULER_ID:
         return Role.SCHEDULER
     return Role.SERVER if node % 2 == 0 else Role.WORKER
 
 
 def rank_of(node: int) -> Rank:
-    """Return the rank that a node id stands for."""
+    """Return the rank of the node with this id."""
     return Rank(max((node - 8) // 2, 0))
 
 
@@ -70,7 +70,7 @@ def group_members(group: int, num_workers: int, num_servers: int) -> frozenset[i
 
 
 def group_title(group: int) -> str:
-    """Return a group as people call it: ``the workers``."""
+    """Return the name of a group for people, such as ``the workers``."""
     roles = {SCHEDULER_GROUP: "the scheduler", SERVER_GROUP: "the servers"}
     roles[WORKER_GROUP] = "the workers"
     if group > ALL_GROUP:
@@ -79,23 +79,23 @@ def group_title(group: int) -> str:
 
 
 class NodeInfo(NamedTuple):
-    """One registered node, as the roster lists it."""
+    """A registered node: one entry of the roster."""
 
     role: str
     rank: int
     uid: str
-    """The name under which its van is known."""
+    """The name of the node's van."""
     incarnation: int
-    """The process's own number: random, never 0, different after every restart."""
+    """A random number of the process: never 0, different after every restart."""
     address: str
     """``tcp://host:port`` of its listening socket; empty for a node that only connects."""
     host: str
     """Host name, for people."""
     machine: str
-    """Identity of the running kernel, so that "same host" is not guessed from a name.
+    """The identity of the running kernel, which tells hosts apart better than a name.
 
-    Or what PS_MACHINE says. Then it tells whose network connection is shared, and does not promise
-    that process ids are.
+    If PS_MACHINE is set, its value instead. Nodes with the same value then share a network
+    connection, but perhaps not process ids.
     """
     pid: int
 

@@ -1,11 +1,11 @@
 """Checks of a process's limits: open files, memory, threads.
 
-It is looked at before a node starts, so that the error says which limit to raise.
+They run before a node starts, so that the error says which limit to raise. libzmq aborts the
+process, or tries again for ever, if it cannot open a file.
 
-Counted on Linux with pyzmq 27 (``/proc/PID/fd`` of real jobs): a node has four for each connection
-that it makes, one for each that it accepts, and up to seven more for the pipes and memory that two
-nodes of one machine share. libzmq aborts the process, or tries again for ever, where it cannot
-have one.
+Open files were counted on Linux with pyzmq 27 (``/proc/PID/fd`` of real jobs): a node has four for
+each connection that it makes, one for each that it accepts, and up to seven more for the pipes and
+memory that two nodes of one machine share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from pslite.errors import ConfigError
 from pslite.ids import Role
 
-#: For memory that is shared, and what scripts and libraries open for a moment.
+#: Files for shared memory, and files that scripts and libraries open for a moment.
 _SPARE_FILES = 40
 _FILES_PER_PEER = 8
 _PROBED_BYTES = 16 << 20
@@ -40,7 +40,7 @@ class FilesNeeded(NamedTuple):
 
 
 def files_needed(role: Role, num_workers: int, num_servers: int) -> FilesNeeded:
-    """Return how many files such a node needs, beside those open already."""
+    """Return how many more files a node of this role needs to open."""
     own, connects, accepts = {
         Role.SCHEDULER: (10, 0, num_workers + num_servers),
         Role.SERVER: (17, 1, num_workers),
@@ -51,10 +51,10 @@ def files_needed(role: Role, num_workers: int, num_servers: int) -> FilesNeeded:
 
 
 def allow_files(role: Role, num_workers: int, num_servers: int) -> None:
-    """Raise the soft limit to what such a node needs, as far as the hard one allows.
+    """Raise the soft limit of open files for such a node, up to the hard limit.
 
-    For processes of our own, and no further: programs that close all that they may have inherit
-    the limit.
+    Use it only in processes of this project, and not for a higher limit: child processes inherit
+    the limit, and some programs close every file number below it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = (_num_open() or 0) + files_needed(role, num_workers, num_servers).usual
@@ -65,9 +65,9 @@ def allow_files(role: Role, num_workers: int, num_servers: int) -> None:
 
 
 def check_files(role: Role, num_workers: int, num_servers: int) -> str | None:
-    """Check that such a node can have its files; return a warning where uncertain.
+    """Check that such a node can open its files; return a warning if they may run out.
 
-    Raises ``ConfigError`` where it cannot.
+    Raises ``ConfigError`` if it cannot.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = _num_open()
@@ -87,7 +87,7 @@ def check_files(role: Role, num_workers: int, num_servers: int) -> str | None:
 
 
 def _how_to_raise(wanted: int) -> str:
-    """Return what the limit is, and how to raise it to at least ``wanted``."""
+    """Return a text: the limit, and how to raise it to at least ``wanted``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     how = f"raise the limit with `ulimit -n {wanted}` before the start"
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -99,7 +99,7 @@ def _how_to_raise(wanted: int) -> str:
 
 
 def cannot_open(what: str, code: int | None) -> ConfigError:
-    """Return the error where ``what`` could not be opened, by its ``errno``."""
+    """Return the error for a failure to open ``what``; ``code`` is its ``errno``."""
     reason = os.strerror(code or 0)
     if code not in (errno.EMFILE, errno.ENFILE):
         return ConfigError(f"cannot open {what} ({reason}): {_NO_MEMORY}")
@@ -112,12 +112,12 @@ def cannot_open(what: str, code: int | None) -> ConfigError:
 
 
 def _num_open() -> int | None:
-    """Return how many files this process has open; None where that is unknown."""
+    """Return how many files this process has open; None if that is unknown."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # one of them reads the list
     except FileNotFoundError:  # not Linux
         return None
-    except OSError:  # not even this one
+    except OSError:  # this process cannot open even this file
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -126,7 +126,7 @@ def _num_open() -> int | None:
 
 @contextmanager
 def scarcity_told() -> Iterator[None]:
-    """Turn what the system refuses within into a ``ConfigError`` with advice."""
+    """Turn a shortage of files or memory into a ``ConfigError`` with advice."""
     try:
         yield
     except OSError as error:
@@ -138,9 +138,9 @@ def scarcity_told() -> Iterator[None]:
 
 
 def check_threads(num_threads: int) -> None:
-    """Raise ``ConfigError`` unless this many more threads can be had.
+    """Raise ``ConfigError`` if the process cannot start this many more threads.
 
-    libzmq aborts the process where it cannot start its two.
+    libzmq aborts the process if it cannot start its two threads.
     """
     release = threading.Event()
     started = []

@@ -1,13 +1,12 @@
-"""The job's key: reading it, and deriving the keys of connections from it. A leaf.
+"""The job's key: reading it, and deriving the keys of connections from it.
 
-``Proofs`` is what they show each other under PLAIN.
-
-Every job has one key, a secret that only its nodes hold. ``read_key`` is the
-only place that reads it; it never travels, is never written to a log and is in no ``repr``.
-What travels is derived from it by BLAKE2b (RFC 7693), differently for each mechanism, so that
-a token overheard under PLAIN opens nothing under CURVE. Opens no socket; reads one small file
-on the thread that starts the node. ``docs/security.md`` says what all this protects from; the
-options of ZeroMQ are set in ``van/zmq/authentication.py``, which also checks who knocks.
+Every job has one key, a secret that only its nodes have. Only ``read_key`` reads it, from a small
+file, on the thread that starts the node. The key itself is never sent or logged, and is not part
+of any ``repr``. Tokens derived from it by BLAKE2b (RFC 7693) are sent. Each mechanism derives its
+own, so a token that somebody reads under PLAIN does not help under CURVE. ``Proofs`` are the
+proofs that two nodes send each other under PLAIN. ``docs/security.md`` says which attacks this
+prevents. ``van/zmq/authentication.py`` sets the options of ZeroMQ and checks the peers that
+connect. This module opens no socket.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ class Mechanism:
 
 
 def derive(key: bytes, name: str) -> Mechanism:
-    """Return what ``key`` means for the mechanism ``name``.
+    """Derive the secret of the mechanism ``name`` from the job's key.
 
     Raises:
-        ConfigError: there is no such mechanism, or the key's length is out of bounds.
+        ConfigError: the mechanism is unknown, or the key is too short or too long.
     """
     if name not in SECURITY_NAMES:
         raise ConfigError(f"PS_SECURITY is {name!r}; it must be {' or '.join(SECURITY_NAMES)}")
     check_length(len(key), "the job key")
-    # BLAKE2b takes keys of 64 bytes at most; a longer one is condensed first.
+    # BLAKE2b accepts keys of at most 64 bytes, so a longer key is hashed first.
     short = hashlib.blake2b(key, digest_size=64, person=b"pslite key 1").digest()
     secret = hashlib.blake2b(b"", digest_size=32, key=short, person=f"pslite {name}".encode())
     return Mechanism(name, secret.digest())
@@ -63,11 +62,11 @@ def derive(key: bytes, name: str) -> Mechanism:
 class Proofs:
     """The proofs of the two ends of a connection under PLAIN (wire.md, section 13).
 
-    PLAIN alone has the visitor hand a password to any listener. So each listener has a password
-    of its own, which opens no other door, and then both ends prove that they know the secret, the
-    listener first: each by a BLAKE2b that only holders of the secret can make, over the
-    connection's name, which is never used again, and over the listener's fresh number. Nothing
-    that is shown can be used a second time, or towards another listener.
+    Under PLAIN alone, a node would send its password to any listener. So each listener has its own
+    password, which no other listener accepts. Then both ends prove that they know the secret, the
+    listener first. A proof is a BLAKE2b with the secret as its key, over the connection's name,
+    which is never used again, and over the listener's fresh random number. Nothing
+    that is sent can be used a second time, or with another listener.
     """
 
     NUMBER_BYTES = 16
@@ -76,20 +75,20 @@ class Proofs:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        # From this a listener makes its numbers, and so need not remember them.
+        # A listener derives its numbers from this, so it need not store them.
         self._numbers = secrets.token_bytes(32)
 
     def password(self, listener: str) -> bytes:
-        """Return what a visitor presents at the door of the node with this uid."""
+        """Return the password that a node sends to the listener with this uid."""
         return self._prove(b"pslite door", listener.encode()).hex().encode()
 
     def challenge(self, listener: str, connection: bytes) -> bytes:
-        """Return the listener's first word to a connection: its number and proof."""
+        """Return the listener's first message on a connection: its number and proof."""
         number = hashlib.blake2b(connection, digest_size=self.NUMBER_BYTES, key=self._numbers)
         return number.digest() + self._listens(listener, connection, number.digest())
 
     def answer(self, listener: str, connection: bytes, challenge: bytes) -> bytes | None:
-        """Return the visitor's own proof; None where ``challenge`` is not the node's."""
+        """Return the connecting node's proof; None if ``challenge`` is not the listener's."""
         number = challenge[: self.NUMBER_BYTES]
         expected = number + self._listens(listener, connection, number)
         if len(challenge) != self.CHALLENGE_BYTES or not hmac.compare_digest(challenge, expected):
@@ -97,7 +96,7 @@ class Proofs:
         return self._visits(listener, connection, number)
 
     def accepts(self, listener: str, connection: bytes, answer: bytes) -> bool:
-        """Return whether ``answer`` is the right one to this listener's challenge."""
+        """Return whether ``answer`` is correct for this listener's challenge."""
         number = self.challenge(listener, connection)[: self.NUMBER_BYTES]
         return hmac.compare_digest(answer, self._visits(listener, connection, number))
 
@@ -113,10 +112,10 @@ class Proofs:
 
 
 def mechanism_of(config: Config) -> Mechanism | None:
-    """Return the mechanism that settings ask for; ``None`` without a key.
+    """Return the mechanism that the settings select; ``None`` without a key.
 
     Raises:
-        ConfigError: the key cannot be used, or one is asked for and there is none.
+        ConfigError: the key cannot be used.
     """
     key = read_key(config)
     return None if key is None else derive(key, config.security or "curve")
@@ -125,10 +124,11 @@ def mechanism_of(config: Config) -> Mechanism | None:
 def read_key(config: Config) -> bytes | None:
     """Read the job's key from PS_JOB_KEY_FD or PS_JOB_KEY_FILE; ``None``: not set.
 
-    White space around it does not count, so that a line end of an editor does no harm.
+    White space around the key is removed, because editors add a line end.
 
     Raises:
-        ConfigError: it cannot be read, others could read it, or its length is out of bounds.
+        ConfigError: the key cannot be read, other users can read it, or it is too short or too
+            long.
     """
     if config.job_key_fd is not None:
         what = f"the job key at descriptor {config.job_key_fd} (PS_JOB_KEY_FD)"
@@ -144,7 +144,7 @@ def read_key(config: Config) -> bytes | None:
 
 
 def check_length(num_bytes: int, what: str) -> None:
-    """Raise :class:`ConfigError` unless a key may have this many bytes."""
+    """Raise :class:`ConfigError` if a key may not have this many bytes."""
     if not MIN_KEY_BYTES <= num_bytes <= MAX_KEY_BYTES:
         raise ConfigError(
             f"{what} must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, got "
@@ -155,11 +155,11 @@ def check_length(num_bytes: int, what: str) -> None:
 
 def _read_file(path: str, what: str) -> bytes:
     try:
-        # O_NONBLOCK: a named pipe must be refused, not waited for.
+        # O_NONBLOCK: opening a named pipe must not wait; it is rejected below.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"{what} cannot be read: {error.strerror}; {HOW_TO_MAKE_A_KEY}") from None
-    except ValueError as error:  # with NUL or surrogates, which no file's name has
+    except ValueError as error:  # a NUL or surrogates, which file names cannot have
         raise ConfigError(f"{path!r} is not the name of a key file: {error}") from None
     try:
         _check_file(os.fstat(descriptor), path, what)
@@ -188,7 +188,7 @@ def _check_file(status: os.stat_result, path: str, what: str) -> None:
 
 def _read_descriptor(descriptor: int, what: str) -> bytes:
     try:
-        # Programs that this process starts are not meant to inherit it as well.
+        # Programs that this process starts must not inherit the descriptor.
         os.set_inheritable(descriptor, False)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.lseek(descriptor, 0, os.SEEK_SET)
@@ -199,7 +199,7 @@ def _read_descriptor(descriptor: int, what: str) -> bytes:
 
 
 def _read(descriptor: int, what: str) -> bytes:
-    """Read everything up to the end, or a little more than any key may have."""
+    """Read up to the end, or until there is more than the longest key."""
     text = b""
     try:
         while len(text) <= 2 * MAX_KEY_BYTES and (more := os.read(descriptor, MAX_KEY_BYTES)):

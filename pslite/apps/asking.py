@@ -1,13 +1,14 @@
 """``Asker``: requests from an app to the apps of other nodes.
 
 An ``Asker`` sends one request to each of some nodes and completes one future when all have
-answered. It checks at the caller what could not be sent, so that nothing fails later on the
-I/O thread. It does not repeat or de-duplicate anything: that is the channel's work below.
-``ask`` and ``wait`` may be called from any thread; ``finish`` and callbacks run on the I/O
-thread. Frames that arrive may lie in the memory of the node that sent them (``memory/``):
-a request's until it is answered, an answer's until ``finish`` has returned. So the asker keeps
-the frames of a request until then, and the receiver of frames copies what outlives that. Read
-next: ``simple_app.py``, then ``kv_app.py``.
+answered. It checks each request in the calling thread, so that nothing fails later on the I/O
+thread. It does not repeat messages or drop repeated ones; the channel does that. ``ask`` and
+``wait`` may be called from any thread; ``finish`` and callbacks run on the I/O thread.
+
+Received frames may be in the memory of the node that sent them (``memory/``). The frames of a
+request are valid until it is answered, the frames of an answer until ``finish`` has returned. The
+asker keeps the frames of a request unchanged until then, and the receiver copies what it needs
+longer. Read next: ``simple_app.py``, then ``kv_app.py``.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from pslite.wire.codec import MAX_HEADER_BYTES
 
 T = TypeVar("T")
 
-#: The body travels in the header frame; what is left is for the message's other fields.
+#: The body is sent in the header frame; the rest is for the other fields of the message.
 MAX_BODY_BYTES = MAX_HEADER_BYTES - (64 << 10)
 
-#: Smaller arrays are copied by the socket: to share their memory would not pay.
+#: Smaller arrays are not shared: the socket copies them faster.
 _SMALL_BYTES = 1 << 16
 
 Ask = Callable[[int], "Future[dict[int, Reply]]"]
-"""Asks one node; on the I/O thread."""
+"""A function that asks one node. It runs on the I/O thread."""
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -68,17 +69,17 @@ class Asker:
         ask_one: Ask | None = None,
         is_push: bool = False,
     ) -> Future[T]:
-        """Ask each node that ``frames`` names; completes with ``finish`` of their replies.
+        """Ask each node in ``frames``; the future completes with ``finish(replies)``.
 
         Args:
             frames: node id -> payload, unchanged until the future is done.
-            finish: runs on the I/O thread; what it raises ends the future. The frames of
-                replies are valid until it returns.
-            priority: of the requests that the I/O thread has not taken up yet, the one with
-                the highest goes first; equal ones go in the order of their calls.
-            ask_one: asks one of the nodes otherwise than by one ``request``.
-            is_push: the end of the node waits for it, and raises its failure where no caller has
-                heard of that.
+            finish: runs on the I/O thread. If it raises an exception, the future fails with it.
+                The frames of the replies are valid until it returns.
+            priority: the I/O thread sends waiting requests in the order of their priority, the
+                highest first; equal ones in the order of their calls.
+            ask_one: a function that asks one node; by default one ``request``.
+            is_push: the closing node waits for this request, and raises its failure if no caller
+                has received the error.
 
         Raises:
             UsageError: the cluster is not complete yet, or the request is too large.
@@ -103,7 +104,7 @@ class Asker:
         with self._lock:
             heapq.heappush(self._heap, (-priority, next(self._sequence), start))
         self.node.errands.call(self._start_first)
-        # A node that has ended may never look at what was handed to it after its last step.
+        # A node that has ended may never run a command that arrives after its last step.
         if self.node.error is not None:
             future.set_error(self.node.error)
         return future
@@ -118,10 +119,10 @@ class Asker:
         """Wait for the future's value and return it.
 
         Raises:
-            DeadlineError: ``timeout_s`` is over; names the nodes that have not answered. The
-                request continues, and its buffers stay in use.
-            UsageError: on the I/O thread (in a callback), which would wait for itself.
-            Exception: whatever the request ended in.
+            DeadlineError: ``timeout_s`` has passed; the text names the nodes that have not
+                answered. The request continues, and its buffers stay in use.
+            UsageError: the caller is on the I/O thread (in a callback) and would wait for itself.
+            Exception: the error of the request.
         """
         if self.node.errands.is_io_thread and not future.done():
             raise UsageError(
@@ -131,7 +132,7 @@ class Asker:
         return future.result(timeout_s)
 
     def call_back(self, future: Future[T], callback: Callable[[Future[T]], None]) -> None:
-        """Call ``callback(future)`` once when it is done. What it raises is only logged."""
+        """Call ``callback(future)`` when it is done; only log exceptions of the callback."""
 
         def guarded(done: Future[T]) -> None:
             try:
@@ -180,7 +181,7 @@ class Asker:
 
 
 def as_int64(number: int, what: str) -> int:
-    """Return ``number`` as a plain integer that the wire can carry."""
+    """Return ``number`` as an ``int`` of at most 64 bits; else raise ``UsageError``."""
     try:
         plain = operator.index(number)
     except TypeError:
@@ -191,10 +192,10 @@ def as_int64(number: int, what: str) -> int:
 
 
 def check_sizes(node: Postoffice, body: bytes, frames: Sequence[Any], advice: str) -> None:
-    """Refuse what no receiver would take.
+    """Check that a message is not larger than receivers accept.
 
     Raises:
-        UsageError: names the limit and what to do.
+        UsageError: the message is too large; the text names the limit and what to do.
     """
     if len(body) > MAX_BODY_BYTES:
         raise UsageError(
@@ -221,7 +222,7 @@ def log_failure(node: Postoffice, registered: Future[None]) -> None:
 
 
 def new_array(node: Postoffice, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Make an uninitialized array to send from; peers can read a large one."""
+    """Make an uninitialized array to send; peers can read a large one directly."""
     dtype = np.dtype(dtype)
     size = shape if isinstance(shape, int) else math.prod(shape)
     if size * dtype.itemsize < _SMALL_BYTES:
@@ -232,13 +233,13 @@ def new_array(node: Postoffice, shape: int | tuple[int, ...], dtype: DTypeLike) 
 def _join(
     asked: Sequence[Future[dict[int, Reply]]], finish: Callable[[dict[int, Reply]], T]
 ) -> Future[T]:
-    """Return ``finish`` of all replies, once all are there."""
+    """Return a future of ``finish(replies)``, complete once all nodes have answered."""
     if len(asked) == 1:
         return asked[0].map(finish)
     left = len(asked)
 
     def keep(replies: dict[int, Reply]) -> dict[int, Reply]:
-        # Its frames may be gone when the last one comes. That one is used at once.
+        # Copy the frames: they may be invalid when the last reply arrives, which is used at once.
         nonlocal left
         left -= 1
         return replies if left == 0 else {node: _copied(one) for node, one in replies.items()}
@@ -256,7 +257,7 @@ def _settle(future: Future[T], done: Future[T]) -> None:
         future.set_error(error)
     else:
         future.set_result(done.result(0))
-    future.describe = "a request"  # which refers to no frames
+    future.describe = "a request"  # frees the frames, which the old description refers to
 
 
 def _merged(answers: Sequence[dict[int, Reply]]) -> dict[int, Reply]:

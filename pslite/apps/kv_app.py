@@ -8,12 +8,12 @@
 
     KVServer(node, app=0, handle=SumHandle())                        # on every server
 
-Each server owns a range of the keys; a call is cut into one request per server. What a push
-means is the handle's business. Every request arrives once and is answered once (the channel
-below sees to it). Callers may be on any thread; callbacks run on the I/O thread, handles on a
-pool thread of the server, one request of an app at a time. Nouns and arguments are those of
-ps-lite's ``include/ps/kv_app.h``. Read next: ``kv_pairs.py`` for the rules of keys and
-values, ``kv_lists.py`` for why long lists of keys travel once, ``kv_server.py``.
+Each server owns a range of the keys, and a call is cut into one request per server. The handle of
+the server decides what a push does. Every request arrives once and is answered once (the channel
+ensures this). Calls may come from any thread. Callbacks run on the I/O thread, and handles on a
+pool thread of the server, one request of an app at a time. Names and arguments are the same as in
+ps-lite's ``include/ps/kv_app.h``. Read next: ``kv_pairs.py`` for the rules of keys and values,
+``kv_lists.py`` for why long lists of keys are sent once, ``kv_server.py``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = ["Callback", "KVHandle", "KVMeta", "KVServer", "KVWorker"]
 
 T = TypeVar("T")
 
-#: What a pull sends.
+#: The values in the request of a pull.
 _NO_VALUES: Values = np.empty(0, np.float32)
 
 
@@ -67,26 +67,23 @@ Callback: TypeAlias = Callable[[Future[T]], None]
 
 
 class KVWorker:
-    """A worker's side. Any thread may call it.
+    """The worker's side: pushes and pulls values. Any thread may call it.
 
-    Keys are sorted, strictly increasing and unique: a 1-D ``uint64`` array or what converts to
-    one. Values are NumPy arrays on the CPU, bool to complex, 1-D with the same number of
-    elements for every key, 2-D with one row a key, or 1-D with ``lens`` (int32 or int64, one
-    length a key). All calls return at once with a future, take ``cmd`` (any number, for the
-    handle), ``callback`` (called once with the finished future, also after an error) and
-    ``priority`` (the highest goes first of what the I/O thread has not taken up yet).
-
-    Calls that are under way at the same time may overtake each other: wait for a push before
-    the pull that is to see it.
+    Keys are sorted and unique: a 1-D ``uint64`` array, or data that converts to one. Values are
+    NumPy arrays on the CPU, bool to complex: 1-D with the same number of elements for every key,
+    2-D with one row per key, or 1-D with ``lens`` (int32 or int64, one length per key). All calls
+    return a future at once. They take ``cmd`` (any number, for the handle), ``callback`` (called
+    once with the finished future, also after an error) and ``priority`` (the I/O thread sends
+    waiting requests with the highest priority first). Calls in flight at the same time may
+    overtake each other: to pull the result of a push, wait for the push first.
 
     Args:
         node: a node with the role of a worker.
         app: the number of the ``KVServer`` on the servers.
-        customer: tells several workers' sides of one node apart; the handle sees it.
+        customer: a number that distinguishes several ``KVWorker`` of one node; the handle gets it.
         cache_keys: remember the last long lists of keys (``kv_lists.py``: up to 16, 256 MiB
-            together), here and on the servers. A call with the same keys, in whatever array,
-            then sends a number instead. They are compared each time, so the caller may change
-            his array.
+            together), here and on the servers. A call with the same keys then sends a number
+            instead. The keys are compared each time, so you may change your array.
     """
 
     def __init__(
@@ -105,11 +102,11 @@ class KVWorker:
         self._empty: Empty = partial(new_array, node)
 
     def set_slicer(self, slicer: Slicer) -> None:
-        """Share the keys otherwise than by ranges, identically on all workers.
+        """Set how the keys are divided among the servers, identically on all workers.
 
         ``slicer(keys, ranges)`` gets the keys of a call and the servers' ranges and returns one
-        slice per server, in the order of ranks. Each key must be in exactly one of them. The
-        same keys must always be cut alike; it need not be asked again for them.
+        slice per server, in the order of ranks. Each key must be in exactly one slice. The same
+        keys must always give the same slices, because the result may be remembered.
         """
         self._slicer = slicer
         if self._lists is not None:
@@ -126,19 +123,19 @@ class KVWorker:
         *,
         copy: bool = True,
     ) -> Future[None]:
-        """Send values to the servers; done when their handles have returned.
+        """Send values to the servers; the future is done when their handles have returned.
 
-        The end of the node, or of the script, waits for it. A failure that was not reported
-        (by the future or ``callback``) is raised by ``node.close()``; the end of a script that
-        has not closed the node says it in a line and ends with code 120.
+        The end of the node, or of the script, waits for the push. If the push fails and neither
+        the future nor ``callback`` has reported it, ``node.close()`` raises the error. If the
+        script ends without closing the node, it prints the error in a line and ends with code 120.
 
         Args:
             copy: False sends without a copy: keys, values and lens then belong to the worker
-                until the future is done. (Arrays that are not C-contiguous are copied, and so
-                are keys that are remembered.)
+                until the future is done. (Arrays that are not C-contiguous and keys that are
+                remembered are still copied.)
 
         Raises:
-            UsageError: the arguments break a rule above; nothing was sent.
+            UsageError: the arguments break a rule of this class; nothing was sent.
         """
         listed = self._list_of(keys, copy)
         pairs = self._checked_pairs(listed, values, lens, copy)
@@ -158,15 +155,16 @@ class KVWorker:
         """Fetch values from the servers.
 
         Args:
-            values: where to write them: C-contiguous, of the servers' dtype and exact size. None
-                makes a new array: 2-D if all servers answer in rows, else 1-D (of float32 and
+            values: the array to fill: C-contiguous, with the servers' dtype and the exact size.
+                None makes a new array: 2-D if all servers answer in rows, else 1-D (float32 and
                 empty if there are no keys).
-            lens: where to write each key's length: int32 or int64 of shape (number of keys,).
-            copy: False leaves ``keys`` to the worker until the future is done.
+            lens: the array for each key's length: int32 or int64, shape (number of keys,).
+            copy: False sends ``keys`` without a copy; they belong to the worker until the future
+                is done.
 
         Returns:
             A future of ``values``, or of the new array. ``values`` and ``lens`` belong to the
-            worker until it is done; after an error, ``lens`` and ``values`` are unchanged.
+            worker until the future is done. After an error, both are unchanged.
 
         Raises:
             UsageError: the arguments break a rule; nothing was sent.
@@ -189,10 +187,10 @@ class KVWorker:
         *,
         copy: bool = True,
     ) -> Future[Values]:
-        """Push and pull the same keys in one request; the handle sees both at once.
+        """Push and pull the same keys in one request; the handle gets both at once.
 
-        ``values``, ``lens`` and ``copy`` are those of ``push``; ``out`` and ``out_lens`` are
-        what ``values`` and ``lens`` are to ``pull``. ``out`` may be ``values``.
+        ``values``, ``lens`` and ``copy`` are as in ``push``. ``out`` and ``out_lens`` are as
+        ``values`` and ``lens`` in ``pull``. ``out`` may be ``values``.
         """
         listed = self._list_of(keys, copy)
         pairs = self._checked_pairs(listed, values, lens, copy)
@@ -200,20 +198,20 @@ class KVWorker:
         return self._exchange(listed, pairs, cmd, True, True, finish, callback, priority)
 
     def wait(self, future: Future[T], timeout_s: float | None = None) -> T:
-        """Return what the call brought.
+        """Wait for the result of a call and return it.
 
         Raises:
-            DeadlineError: ``timeout_s`` is over; names the servers that have not answered. The
-                request continues, so its buffers stay in use.
+            DeadlineError: ``timeout_s`` has passed; the text names the servers that have not
+                answered. The request continues, so its buffers stay in use.
             RemoteError: a server's handle raised; the text has the traceback.
-            ProtocolError: a server answered what does not fit the request.
-            NodeLostError: a server is lost or gone.
-            UsageError: in a callback, which must not wait.
+            ProtocolError: the answer of a server does not fit the request.
+            NodeLostError: a server is lost or has left.
+            UsageError: the caller is in a callback, which must not wait.
         """
         return self._asker.wait(future, timeout_s)
 
     def _list_of(self, keys: ArrayLike, copy: bool) -> ListedKeys:
-        """Check the keys of a call and return them with each server's slice (cached)."""
+        """Check the keys of a call; return them with each server's slice (cached)."""
         array = as_keys(keys)
         lists = self._lists if array.nbytes <= MAX_BYTES and len(array) >= MIN_KEYS else None
         known = None if lists is None else lists.find(array)
@@ -224,7 +222,7 @@ class KVWorker:
         if fault is not None:
             raise UsageError(fault)
         if lists is not None:
-            own.flags.writeable = False  # a slicer of the user gets it
+            own.flags.writeable = False  # because the user's slicer gets this array
         parts = self._slicer(own, self._ranges)
         if self._slicer is not slice_by_range:
             parts = checked_slices(parts, len(own), len(self._ranges))
@@ -279,7 +277,7 @@ class KVWorker:
         body: bytes,
         frames: Mapping[int, Sequence[memoryview]],
     ) -> Ask:
-        """Ask servers that have the list without its keys; who lacks it, again with them."""
+        """Return a function that sends the keys only to servers that lack the list."""
 
         def ask(node: int) -> Future[dict[int, Reply]]:
             is_told = node in listed.told
@@ -298,7 +296,7 @@ class KVWorker:
         again: Callable[[], Future[dict[int, Reply]]] | None,
         replies: dict[int, Reply],
     ) -> Future[dict[int, Reply]]:
-        """Return the replies, or those to asking ``again`` if the server lacks the list."""
+        """Return the replies; if the server lacks the list, call ``again`` for them."""
         try:
             missing = says_missing(replies[node].body, listed.name.number)
         except ProtocolError as error:
@@ -315,7 +313,7 @@ class KVWorker:
     def _answers(
         self, shares: Mapping[int, KVPairs], replies: Mapping[int, Reply]
     ) -> list[KVPairs]:
-        """Return what the servers answered to a pull, in the order of the keys."""
+        """Decode the servers' answers to a pull; return them in the order of the keys."""
         answers = []
         for node, share in shares.items():
             try:

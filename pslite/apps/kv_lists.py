@@ -1,13 +1,13 @@
-"""Key lists that both ends remember, so that each is sent once. Pure.
+"""Key lists that both ends remember, so that each list is sent once. Pure.
 
-Training asks for the same keys again and again, or pulls what it has just pushed; then the
-keys are most of what travels. A worker numbers each long list of keys. The first request for a
-server carries list and number, later ones the number alone (the key caching of Li et al.,
-"Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.2; theirs
-sends a hash). Both ends forget by the same rule, least recently used first. A server that lacks
-a list says so and gets the keys again, so forgetting costs time and never a result: a number
-names one list for ever. ``SentLists`` may be used from any thread, ``ReceivedLists`` belongs to
-the thread that serves its app. Next: ``kv_wire.py``.
+Training often requests the same keys again, or pulls the keys that it has just pushed. Then most
+of the sent bytes would be keys. So a worker numbers each long list of keys. Its first request to a
+server has the list and the number, later ones only the number (the key caching of Li et al.,
+"Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.2, which
+sends a hash). Both ends forget the least recently used list first. A server that lacks a list says
+so and gets the keys again. So forgetting costs time but never changes a result: a number always
+means the same list. Any thread may use ``SentLists``; ``ReceivedLists`` belongs to the thread that
+serves its app. Read next: ``kv_wire.py``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import NamedTuple
 from pslite.apps.kv_pairs import Keys, fault_in, same_keys
 from pslite.errors import ProtocolError
 
-#: Shorter lists travel with every request: to look for them costs more than to send them.
+#: Shorter lists are sent with every request: a search for them costs more than sending them.
 MIN_KEYS = 8192
-#: How many lists are remembered for each app and worker, and how long they are together.
+#: How many lists are remembered for each app and worker, and their bytes in total.
 MAX_LISTS = 16
 MAX_BYTES = 256 << 20
 
@@ -33,7 +33,7 @@ class ListName(NamedTuple):
     """The name of a key list between a worker and a server."""
 
     series: int
-    """Drawn at random by each ``KVWorker``, so that no number comes again after a restart."""
+    """A random number of each ``KVWorker``, so that names do not repeat after a restart."""
     number: int
     """1, 2, 3, ...; 0 means no list."""
 
@@ -43,19 +43,19 @@ NO_LIST = ListName(0, 0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListedKeys:
-    """The keys of a call, and how the servers share them; on a server, the keys alone."""
+    """The keys of a call, with each server's share; on a server, the keys alone."""
 
     keys: Keys
-    """Checked; if it has a name, a copy that never changes."""
+    """Checked keys; if the list has a name, a copy that never changes."""
     parts: Sequence[slice] = ()
-    """Which of them each server gets, in the order of ranks."""
+    """The slice of the keys for each server, in the order of ranks."""
     name: ListName = NO_LIST
     told: set[int] = field(default_factory=set)
-    """The servers (node ids) that were sent its keys. On the I/O thread only."""
+    """The servers (node ids) that got the keys. Only the I/O thread uses it."""
 
 
 class RecentLists:
-    """The lists that were used last, within ``MAX_LISTS`` and ``MAX_BYTES``."""
+    """The most recently used lists, within a limit of lists and bytes."""
 
     def __init__(self, max_lists: int = MAX_LISTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_lists = max_lists
@@ -67,18 +67,18 @@ class RecentLists:
         return len(self._lists)
 
     def all(self) -> Sequence[ListedKeys]:
-        """Return what is there, the least recently used first."""
+        """Return all lists, the least recently used first."""
         return list(self._lists.values())
 
     def use(self, name: Hashable) -> ListedKeys | None:
-        """Return the list of this name, if it is there, and count it as used last."""
+        """Return the list of this name, if known, and mark it as used now."""
         found = self._lists.get(name)
         if found is not None:
             self._lists.move_to_end(name)
         return found
 
     def add(self, name: Hashable, new: ListedKeys) -> None:
-        """Remember a list under a name that is not in use; the oldest make room."""
+        """Remember a list under a new name; drop the oldest lists over the limits."""
         self._lists[name] = new
         self.nbytes += new.keys.nbytes
         while len(self._lists) > self._max_lists or self.nbytes > self._max_bytes:
@@ -96,11 +96,11 @@ class SentLists:
         self._series = secrets.randbelow((1 << 62) - 1) + 1
         self._count = 0
         self._lock = threading.Lock()
-        """Guards the count and the lists; nothing slow happens under it."""
+        """Guards the count and the lists; it is held only for short operations."""
         self._recent: RecentLists = RecentLists()
 
     def find(self, keys: Keys) -> ListedKeys | None:
-        """Return the list with the same keys, if any; reads all keys where that is likely."""
+        """Return the known list with the same keys; None if there is none."""
         with self._lock:
             candidates = self._recent.all()
         for known in reversed(candidates):
@@ -111,7 +111,7 @@ class SentLists:
         return None
 
     def add(self, keys: Keys, parts: Sequence[slice]) -> ListedKeys:
-        """Number a list. ``keys`` are this object's from now on."""
+        """Number a list and remember it; ``keys`` belong to this object from now on."""
         with self._lock:
             self._count += 1
             new = ListedKeys(keys, parts, ListName(self._series, self._count))
@@ -119,7 +119,7 @@ class SentLists:
             return new
 
     def forget(self) -> None:
-        """Begin again; numbers go on."""
+        """Forget all lists; later lists get new numbers."""
         with self._lock:
             self._recent = RecentLists()
 
@@ -135,13 +135,13 @@ class ReceivedLists:
         self._of_sender: dict[int, RecentLists] = {}
 
     def resolve(self, sender: int, name: ListName, keys: Keys | None) -> Keys | None:
-        """Return the checked keys of a request; None if their list is not here (any more).
+        """Return the checked keys of a request; None if their list is not known here.
 
         Args:
-            keys: those that came with the request; None: the list's name came alone.
+            keys: the keys in the request; None if it has only the name of the list.
 
         Raises:
-            ProtocolError: they are not sorted and unique, or are not those of that name.
+            ProtocolError: the keys are not sorted and unique, or the name means other keys.
         """
         if name == NO_LIST:
             return None if keys is None else _checked(keys)
@@ -161,18 +161,18 @@ class ReceivedLists:
         return known.keys
 
     def forget(self, senders: Iterable[int]) -> None:
-        """Drop the lists of these workers, which are gone."""
+        """Drop the lists of workers that are gone."""
         for sender in senders:
             self._of_sender.pop(sender, None)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all lists; those that workers have in common count once."""
+        """The bytes of all lists; a list that workers share counts once."""
         arrays = {id(known.keys): known.keys.nbytes for known in self._all()}
         return sum(arrays.values())
 
     def _twin(self, keys: Keys) -> ListedKeys | None:
-        """Find the same keys under another name, so that workers share the memory."""
+        """Find a list with the same keys, so that workers share its memory."""
         return next((known for known in self._all() if same_keys(known.keys, keys)), None)
 
     def _all(self) -> Iterator[ListedKeys]:

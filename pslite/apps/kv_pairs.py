@@ -1,9 +1,9 @@
 """Keys with values: validation, slicing by server, and joining of answers. Pure.
 
-A value's length is the same for all keys (1-D values of a whole number of elements per key,
-or 2-D values of one row per key), or stands in ``lens``, one entry per key. One list of rules
-(``fault_in`` and ``fault_in_values``) serves callers, who get a ``UsageError``, and what
-arrives, which becomes a ``ProtocolError``. Runs on any thread. Next: ``kv_wire.py``.
+All keys have values of the same length (1-D values with a whole number of elements per key, or 2-D
+values with one row per key), or ``lens`` has the length for each key. The same rules (``fault_in``
+and ``fault_in_values``) apply to callers, who get a ``UsageError``, and to received messages, where
+a breach is a ``ProtocolError``. Runs on any thread. Read next: ``kv_wire.py``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Lens: TypeAlias = "NDArray[np.int64] | NDArray[np.int32]"
 MAX_KEY = (1 << 64) - 1
 
 Empty: TypeAlias = Callable[["int | tuple[int, ...]", DTypeLike], NDArray[Any]]
-"""Makes an uninitialized C-contiguous array of a shape and dtype, as ``numpy.empty`` does."""
+"""A function like ``numpy.empty``: makes a C-contiguous array of a shape and dtype."""
 
 #: Kinds of dtypes that values can have: bool, integers, floats, complex numbers.
 VALUE_KINDS = "biufc"
 
-#: Keys are compared in blocks of this many, which stay in the cache.
+#: Keys are compared in blocks of this many, which fit the processor's cache.
 _BLOCK_KEYS = 65_536
-#: The keys that are compared first to see whether two lists may be the same.
+#: About how many keys are compared first, to see whether two lists may be equal.
 _SAMPLE_KEYS = 64
 
 
@@ -46,24 +46,24 @@ class KVPairs:
     values: Values
     """Shape (n * width,), (n, width), or with ``lens`` (sum of lens,); bool to complex."""
     lens: Lens | None = None
-    """Shape (n,): the number of elements of each key; None: all have the same."""
+    """Shape (n,): the number of elements of each key; None: the same for all."""
     fresh: bool = False
-    """Of a handle's answer: values and lens were made for it and will never change, so that
-    they need not be copied."""
+    """For a handle's answer: whether values and lens were made for it and will never change, so
+    that they need not be copied."""
 
     @property
     def width(self) -> int:
-        """Elements per key, where all keys have the same; 0 without keys.
+        """The number of elements per key, if all keys have the same; 0 without keys.
 
         Raises:
-            UsageError: the keys have lengths of their own.
+            UsageError: the keys have different lengths (``lens``).
         """
         if self.lens is not None:
             raise UsageError("the values of these keys have different lengths; pass lens")
         return self.values.size // len(self.keys) if len(self.keys) else 0
 
     def rows(self) -> Values:
-        """Return a view of shape (n, width): one row per key. Errors: as of ``width``."""
+        """Return a view of shape (n, width): one row per key. Raises as ``width`` does."""
         return self.values.reshape(len(self.keys), self.width)
 
     def split(self) -> list[Values]:
@@ -83,15 +83,15 @@ class KeyRange(NamedTuple):
 def server_ranges(num_servers: int) -> list[KeyRange]:
     """Return equal shares of all keys: server i begins at i*(2^64-1)//S.
 
-    The last range ends behind 2^64-1, the largest key. (In ps-lite, ``GetServerKeyRanges`` in
-    ``src/postoffice.cc``, that key and a few below it belong to no server.)
+    The last range includes 2^64-1, the largest key. (In ps-lite, ``GetServerKeyRanges`` in
+    ``src/postoffice.cc``, this key and a few below it do not belong to any server.)
     """
     begins = [server * MAX_KEY // num_servers for server in range(num_servers)]
     return [KeyRange(*pair) for pair in zip(begins, [*begins[1:], MAX_KEY + 1], strict=True)]
 
 
 Slicer: TypeAlias = Callable[[Keys, Sequence[KeyRange]], Sequence[slice]]
-"""Says which run of the sorted keys each server gets: one slice per server, maybe empty."""
+"""A function that divides sorted keys: it returns one slice per server, perhaps empty."""
 
 
 def slice_by_range(keys: Keys, ranges: Sequence[KeyRange]) -> list[slice]:
@@ -104,10 +104,10 @@ def slice_by_range(keys: Keys, ranges: Sequence[KeyRange]) -> list[slice]:
 
 
 def checked_slices(slices: Sequence[slice], num_keys: int, num_servers: int) -> list[slice]:
-    """Return what a slicer returned, as slices with plain bounds.
+    """Check the result of a slicer; return the slices with bounds from 0.
 
     Raises:
-        UsageError: they do not hand every key to exactly one server.
+        UsageError: the slices do not assign every key to exactly one server.
     """
     if len(slices) != num_servers or not all(isinstance(part, slice) for part in slices):
         raise UsageError(f"the slicer must return one slice for each of the {num_servers} servers")
@@ -141,10 +141,10 @@ def cut_pairs(pairs: KVPairs, parts: Sequence[slice]) -> list[KVPairs]:
 
 
 def as_keys(keys: ArrayLike) -> Keys:
-    """Return keys as a uint64 array: the same memory where that is possible.
+    """Return keys as a uint64 array, if possible without a copy.
 
     Raises:
-        UsageError: not 1-D, not integers, or below zero.
+        UsageError: the keys are not 1-D, not integers, or negative.
     """
     array = _key_list(keys) if isinstance(keys, list | tuple) else _as_array(keys, "keys")
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -164,7 +164,7 @@ def _key_list(keys: Sequence[Any]) -> Keys:
     """Make an array of Python integers. (NumPy makes floats of 0 next to 2^64-1.)"""
     try:
         numbers = [operator.index(key) for key in keys]
-        if min(numbers, default=0) < 0:  # NumPy 1 would wrap it around
+        if min(numbers, default=0) < 0:  # NumPy 1 would make a large number of it
             raise OverflowError(f"{min(numbers)} is negative")
         return np.array(numbers, dtype=np.uint64)
     except (TypeError, OverflowError) as error:
@@ -172,10 +172,10 @@ def _key_list(keys: Sequence[Any]) -> Keys:
 
 
 def as_values(values: ArrayLike, empty: Empty | None) -> Values:
-    """Return values C-contiguous, in native byte order: ``owned`` by ``empty``.
+    """Return values C-contiguous, in native byte order; see ``owned`` for ``empty``.
 
     Raises:
-        UsageError: they are not bool, integers, floats or complex numbers.
+        UsageError: the values are not bool, integers, floats or complex numbers.
     """
     array = _as_array(values, "values")
     if array.dtype.kind not in VALUE_KINDS:
@@ -184,10 +184,10 @@ def as_values(values: ArrayLike, empty: Empty | None) -> Values:
 
 
 def as_lens(lens: ArrayLike, empty: Empty | None) -> Lens:
-    """Return lengths as C-contiguous int32 or int64: ``owned`` by ``empty``.
+    """Return lengths as C-contiguous int32 or int64; see ``owned`` for ``empty``.
 
     Raises:
-        UsageError: they are of another dtype.
+        UsageError: the lengths have another dtype.
     """
     array = _as_array(lens, "lens")
     if not array.size and not isinstance(lens, np.ndarray):
@@ -198,7 +198,7 @@ def as_lens(lens: ArrayLike, empty: Empty | None) -> Lens:
 
 
 def owned(array: NDArray[Any], dtype: DTypeLike, empty: Empty | None) -> NDArray[Any]:
-    """Copy to C-contiguous memory of ``empty``; with None, copy only if needed."""
+    """Copy to a C-contiguous array made by ``empty``; with None, copy only if needed."""
     if empty is None:
         return array.astype(dtype, order="C", copy=False)
     copy = empty(array.shape, dtype)
@@ -214,10 +214,10 @@ def _as_array(data: ArrayLike, what: str) -> NDArray[Any]:
 
 
 def check_result(array: Any, num_keys: int) -> None:
-    """Refuse an array that pulled values cannot be written to.
+    """Check that pulled values can be written to an array.
 
     Raises:
-        UsageError: says what is wrong with it.
+        UsageError: they cannot; the text says why.
     """
     _check_writable(array, "the array for the values")
     if array.ndim not in (1, 2) or (array.ndim == 2 and len(array) != num_keys):
@@ -230,7 +230,7 @@ def check_result(array: Any, num_keys: int) -> None:
 
 
 def check_lens_result(array: Any, num_keys: int) -> None:
-    """Refuse an array that the lengths of pulled values cannot be written to."""
+    """Check that the lengths of pulled values can be written to an array."""
     _check_writable(array, "the array for the lens")
     if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)) or array.shape != (num_keys,):
         raise UsageError(
@@ -250,7 +250,7 @@ def _check_writable(array: Any, what: str) -> None:
 
 
 def fault_in(keys: Keys) -> str | None:
-    """Return what is wrong with the order of keys, as a sentence; None if nothing."""
+    """Return a text that says what is wrong with the order of keys; None if correct."""
     at = _first_breach(np.less, keys[:-1], keys[1:])
     if at is None:
         return None
@@ -268,7 +268,7 @@ def is_rising(numbers: NDArray[Any]) -> bool:
 
 
 def same_keys(one: Keys, other: Keys) -> bool:
-    """Return whether two lists are equal; a sample mostly shows that they are not."""
+    """Return whether two lists are equal; compares a sample of the keys first."""
     if one is other:
         return True
     if len(one) != len(other):
@@ -283,13 +283,13 @@ def _first_breach(rule: np.ufunc, one: NDArray[Any], other: NDArray[Any]) -> int
     for start in range(0, len(one), _BLOCK_KEYS):
         stop = start + _BLOCK_KEYS
         holds = rule(one[start:stop], other[start:stop])
-        if np.count_nonzero(holds) != len(holds):  # faster than all() where there are few
+        if np.count_nonzero(holds) != len(holds):  # faster than all() for few elements
             return start + int(holds.argmin())
     return None
 
 
 def fault_in_values(num_keys: int, values: Values, lens: Lens | None) -> str | None:
-    """Return what is wrong with the layout of values, as a sentence; None if nothing."""
+    """Return a text that says what is wrong with the layout; None if correct."""
     if lens is not None:
         return _fault_in_lens(num_keys, values, lens)
     if values.ndim == 2:
@@ -309,7 +309,7 @@ def _fault_in_lens(num_keys: int, values: Values, lens: Lens) -> str | None:
         return f"lens must have one length for each of the {num_keys} keys, got shape {lens.shape}"
     if values.ndim != 1:
         return f"values must be 1-D if lens are given, got shape {values.shape}"
-    # Bounded one by one first, so that the sum cannot wrap around.
+    # Check each length first, so that the sum cannot overflow.
     if (lens < 0).any() or (lens > len(values)).any():
         return f"each length in lens must be from 0 to the number of values, {len(values)}"
     total = int(lens.sum(dtype=np.int64))
@@ -328,10 +328,10 @@ def assemble(answers: Sequence[KVPairs], out: Values | None, lens_out: Lens | No
 
     Args:
         answers: in the order of the keys, without gaps.
-        out: C-contiguous; None makes a new array, 2-D when all servers answered rows.
+        out: C-contiguous; None makes a new array, 2-D if all servers answered in rows.
 
     Raises:
-        ProtocolError: the answers do not fit each other, or not ``out``; nothing was written.
+        ProtocolError: the answers do not fit each other or ``out``; nothing was written.
     """
     if not answers:
         return np.empty(0, np.float32) if out is None else out

@@ -1,8 +1,8 @@
 """``KVServer``: pass the requests of ``KVWorker`` to a handle.
 
-Requests arrive on the I/O thread and go to a pool thread, one of an app at a time; handles run
-there. Nothing of a request is referred to once it is answered, since it may lie in the worker's
-memory. Read next: ``kv_wire.py`` for what arrives, ``kv_sum.py`` for a handle.
+Requests arrive on the I/O thread. Handles run on a pool thread, one request of an app at a time.
+After the answer, the arrays of a request are not used any more, because they may be in the worker's
+memory. Read next: ``kv_wire.py`` for the format of requests, ``kv_sum.py`` for a handle.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ class KVMeta(NamedTuple):
     request_id: int
     """The worker's number of the request (ps-lite's timestamp)."""
     empty: Empty = np.empty
-    """``numpy.empty`` for the arrays of an answer: large ones lie where peers can read them."""
+    """Like ``numpy.empty``, for the arrays of an answer: puts large ones in shared memory."""
 
 
 KVHandle: TypeAlias = Callable[[KVMeta, KVPairs], "KVPairs | Future[KVPairs | None] | None"]
-"""Takes a request and returns the values of a pull, or None; or a future of it, to answer later.
+"""A function that takes a request and returns the values of a pull, or None.
 
-The arrays of the request are read-only and live as long as they are referred to. A handle that
-copies what it keeps should say so by an attribute ``borrows = True``: then it gets the arrays as
-they lie in the worker's memory, where they are valid only until the request is answered.
+To answer later, it returns a future of that. The arrays of the request are read-only and stay
+valid as long as something refers to them. A handle that copies all it keeps should have an
+attribute ``borrows = True``. Then it gets arrays that may be in the worker's memory and are valid
+only until the request is answered.
 """
 
 
 class KVServer:
-    """The server's side: it passes requests to ``handle``, one at a time.
+    """The server's side: passes requests to ``handle``, one at a time.
 
-    What the handle raises arrives at the worker as ``RemoteError`` with the traceback (errors
-    of ``pslite.errors`` arrive as they are), and the server continues.
+    If the handle raises an exception, the worker gets a ``RemoteError`` with the traceback (or the
+    same error, if it is from ``pslite.errors``), and the server continues.
 
     Args:
         node: a node with the role of a server, running or being prepared.
-        app: the number of the app; one app of a number per node takes requests.
-        handle: see ``KVHandle``. To a pull it must return the values of exactly the keys that
-            were asked, in their order; what it returns to a pure push is not looked at.
+        app: the number of the app; a node can have only one app with this number.
+        handle: see ``KVHandle``. For a pull it must return the values of exactly the requested
+            keys, in their order. Its result for a push without a pull is ignored.
         copy: False sends the returned arrays without a copy. They must then never change
-            again, since they may be sent a second time. (Answers that are ``fresh`` are never
-            copied.)
+            again, because they may be sent a second time. (``fresh`` answers are never copied.)
 
-    For each worker it keeps the long lists of keys that were used last, 256 MiB at most; those
-    that workers have in common are kept once.
+    For each worker it keeps the most recently used long lists of keys, at most 256 MiB. A list
+    that several workers use is kept once.
     """
 
     def __init__(self, node: Postoffice, app: int, handle: KVHandle, *, copy: bool = True) -> None:
@@ -81,13 +81,13 @@ class KVServer:
         self._empty: Empty = partial(new_array, node)
         self._copy = copy
         self._lists = ReceivedLists()
-        """Belongs to the pool's thread that serves this app."""
-        #: Completes once this app takes requests; an error when its number is taken.
+        """Belongs to the pool thread that serves this app."""
+        #: Completes once this app accepts requests; fails if its number is in use.
         self.registered: Future[None] = node.add_app(self.app, self._arrived)
         log_failure(node, self.registered)
 
     def close(self) -> None:
-        """Take no more requests. Those that come wait for another app of this number."""
+        """Stop accepting requests; later ones wait for another app with this number."""
         if self.registered.error() is None:
             self.node.remove_app(self.app)
 
@@ -138,7 +138,7 @@ class KVServer:
         """Check and return the values and lens that the handle returned.
 
         Raises:
-            ProtocolError: they are not those of the keys that were asked.
+            ProtocolError: they do not fit the requested keys.
         """
         whose = f"the handle of app {self.app} on server {self.node.rank} answered a pull with"
         if not isinstance(result, KVPairs):
@@ -158,7 +158,7 @@ class KVServer:
 
 
 def _lasting(frames: Sequence[Any]) -> list[Any]:
-    """Copy the frames that are in a peer's memory, so that all last."""
+    """Copy the frames that are in a peer's memory, so that all frames stay valid."""
     return [
         bytes(frame)
         if isinstance(frame, memoryview) and isinstance(frame.obj, mmap.mmap)

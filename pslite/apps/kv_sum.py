@@ -1,10 +1,10 @@
-"""``SumHandle``: a handle for ``KVServer`` that adds up what is pushed.
+"""``SumHandle``: a handle for ``KVServer`` that adds up pushed values.
 
-Values lie in the order of their arrival in one growing array; beside it stands a sorted index
-of the keys. So a request costs one binary search over all its keys together, and new keys
-move the index only, never the values. A row never changes its key; so where the keys of a long
-list lie is remembered as long as that list is. It belongs to the one thread that calls it.
-(ps-lite's ``KVServerDefaultHandle`` does the same with one number a key and a hash map.)
+One growing array has the values in the order of their arrival, and a sorted index has the keys. So
+a request needs one binary search for all its keys, and new keys move only the index, never the
+values. A row never changes its key, so the rows of a long list of keys are remembered as long as
+the list exists. The handle belongs to the one thread that calls it. (ps-lite's
+``KVServerDefaultHandle`` does the same with one number per key and a hash map.)
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from pslite.errors import UsageError
 _MIN_ROWS = 16
 
 Rows: TypeAlias = Any
-"""Numbers of rows, int64; or a slice, where they are neighbours."""
+"""Numbers of rows (int64), or a slice if the rows are neighbours."""
 Known: TypeAlias = "NDArray[np.bool_]"
 
 
 class SumHandle:
-    """Adds pushed values to the stored values; a key that was never pushed is zero.
+    """Adds pushed values to the stored values; a key that was never pushed has zeros.
 
     Args:
-        width: elements a key. None: one, and pulls are answered with 1-D values; a number:
-            pulls are answered with rows of it.
-        dtype: of the values that are pushed and kept (bool adds as "or").
+        width: elements per key; pulls get rows of this length. None: one element per key, and
+            pulls get 1-D values.
+        dtype: the dtype of pushed and stored values (bool adds as "or").
 
-    Beside the values it keeps 16 bytes a key, and 8 for each key of the lists that the
-    ``KVServer`` remembers, unless their values are neighbours.
+    Besides the values it uses 16 bytes per key, and 8 for each key of the lists that the
+    ``KVServer`` remembers, unless the rows of the list are neighbours.
     """
 
-    #: It keeps copies only, so it may read requests where they lie (see ``KVHandle``).
+    #: It keeps only copies, so it may read requests in the worker's memory (see ``KVHandle``).
     borrows = True
 
     def __init__(self, width: int | None = None, dtype: DTypeLike = np.float32) -> None:
@@ -58,10 +58,10 @@ class SumHandle:
         self._seen = _SeenLists()
 
     def __call__(self, meta: KVMeta, pairs: KVPairs) -> KVPairs | None:
-        """Serve one request; a push that also pulls gets the new sums.
+        """Handle one request; a push that also pulls gets the new sums.
 
         Raises:
-            UsageError: the values are of another dtype or width than this handle's.
+            UsageError: the values have another dtype or width than this handle.
         """
         if meta.push:
             self._add(pairs)
@@ -106,12 +106,12 @@ class SumHandle:
             values[known] = self._values[rows]
         elif isinstance(rows, slice):
             values[...] = self._values[rows]
-        else:  # "clip" spares a buffer; no row is outside
+        else:  # "clip" avoids a buffer in NumPy; all rows are in range
             self._values.take(rows, axis=0, out=values, mode="clip")
         return values
 
     def _find(self, keys: Keys) -> tuple[Rows, Known | None]:
-        """Return the rows of the keys that are there, and which are; None if all are."""
+        """Return the rows of the known keys, and a mask of them; None if all are known."""
         found = self._seen.rows_of(keys)
         if found is not None:
             return found, None
@@ -119,7 +119,7 @@ class SumHandle:
             rows = self._rows
         else:
             at = np.searchsorted(self._keys, keys)
-            if len(self._keys):  # a key behind the last one is compared with that, in vain
+            if len(self._keys):  # a key after the last one is compared with that, and differs
                 known = self._keys.take(at, mode="clip") == keys
             else:
                 known = np.zeros(len(keys), bool)
@@ -129,7 +129,7 @@ class SumHandle:
         return self._seen.note(keys, rows), None
 
     def _insert(self, keys: Keys, rows: Rows, known: Known) -> Rows:
-        """Take those keys into the index that are not known; the rows of all of them."""
+        """Add the unknown keys to the index; return the rows of all ``keys``."""
         used = len(self._keys)
         fresh = ~known
         new = keys[fresh]
@@ -141,7 +141,7 @@ class SumHandle:
         all_rows = np.empty(len(keys), np.int64)
         all_rows[known] = rows
         all_rows[fresh] = np.arange(used, total)
-        # Where the new keys stand afterwards: behind the old ones before them, and each other.
+        # The new keys' places in the index: after all smaller old keys and smaller new keys.
         places = np.searchsorted(self._keys, new) + np.arange(len(new))
         old = np.ones(total, bool)
         old[places] = False
@@ -160,7 +160,7 @@ def _merged(
 
 
 class _SeenLists:
-    """The positions of the keys of remembered lists, which arrive as the same array."""
+    """The rows of remembered key lists, each identified by its array object."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[weakref.ref[Keys], Rows]] = {}
@@ -169,12 +169,12 @@ class _SeenLists:
         return len(self._rows)
 
     def rows_of(self, keys: Keys) -> Rows | None:
-        """Return what was noted for this very array."""
+        """Return the rows that were noted for this array object; None if unknown."""
         found = self._rows.get(id(keys))
         return found[1] if found is not None and found[0]() is keys else None
 
     def note(self, keys: Keys, rows: NDArray[np.int64]) -> Rows:
-        """Return the rows: of a long list as a slice, where they are neighbours.
+        """Return the rows, as a slice if the list is long and they are neighbours.
 
         They are noted if ``keys`` cannot change.
         """
@@ -182,7 +182,7 @@ class _SeenLists:
             return rows
         neighbours = rows[-1] - rows[0] == len(rows) - 1 and is_rising(rows)
         best: Rows = slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else rows
-        # A view of a request is read-only too, but of memory that belongs to somebody else.
+        # A view of a request is read-only too, but its memory belongs to the request.
         if keys.flags.owndata and not keys.flags.writeable:
             name, noted = id(keys), self._rows
             noted[name] = weakref.ref(keys, lambda _: noted.pop(name, None)), best

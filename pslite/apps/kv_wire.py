@@ -1,11 +1,11 @@
 """Encode and decode pushes and pulls as bodies and frames. Pure.
 
-The layout is section 14 of ``docs/wire.md``. A request's body is ``[push, pull, dtype, columns,
-has lens, series, number]`` and its frames are the keys, then, of a push, values and lens; the
-keys may be left out if the server has them as a list of that name (``kv_lists.py``). The answer
-to a pull has the body ``[dtype, columns, has lens]`` and the frames values and lens; the answer
-to a push is empty; to a request for a list that the server has not, it is ``[number]``.
-Everything is checked before it is used. Next: ``kv_app.py``.
+Section 14 of ``docs/wire.md`` describes the layout. A request's body is ``[push, pull, dtype,
+columns, has lens, series, number]``. Its frames are the keys and, for a push, values and lens. The
+keys may be left out if the server knows the list of that name (``kv_lists.py``). The answer to a
+pull has the body ``[dtype, columns, has lens]`` and the frames values and lens. The answer to a
+push is empty. If the server does not know the list, the answer is ``[number]``. All data is
+checked before it is used. Read next: ``kv_app.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pslite.wire.codec import pack_value, unpack_value
 _FLAT = -1
 
 Resolve = Callable[[ListName, "Keys | None"], "Keys | None"]
-"""Takes a list's name and the keys that came with it, if any; returns checked keys, or None."""
+"""A function of a list's name and its keys, if sent; returns checked keys, or None."""
 
 
 class Asked(NamedTuple):
@@ -33,26 +33,26 @@ class Asked(NamedTuple):
     push: bool
     pull: bool
     pairs: KVPairs
-    """Of a pure pull: the keys, and no values (shape (0,))."""
+    """For a pull without a push: the keys, and values of shape (0,)."""
 
 
 class Missing(NamedTuple):
     """A request whose key list is unknown, so it cannot be decoded."""
 
     number: int
-    """Of the list that is not here."""
+    """The number of the unknown list."""
 
 
 def pack_request(
     push: bool, pull: bool, values: Values | None, lens: Lens | None, name: ListName = NO_LIST
 ) -> bytes:
-    """Return the body that goes to every server of one push or pull."""
+    """Return the body of one push or pull, which is the same for every server."""
     layout = ["", _FLAT, False] if values is None else _layout(values, lens)
     return pack_value([push, pull, *layout, *name])
 
 
 def request_frames(pairs: KVPairs, push: bool) -> list[memoryview]:
-    """Return the frames for one server: views of the arrays, the keys first."""
+    """Return the frames for one server: views of the arrays, keys first."""
     frames = [_bytes_of(pairs.keys.astype("<u8", copy=False))]
     return frames + _value_frames(pairs.values, pairs.lens) if push else frames
 
@@ -61,7 +61,7 @@ def unpack_request(body: bytes, frames: Sequence[Any], resolve: Resolve) -> Aske
     """Check and return a request; its values and lens are read-only views.
 
     Raises:
-        ProtocolError: it is not what ``pack_request`` and ``request_frames`` write.
+        ProtocolError: the format is not that of ``pack_request`` and ``request_frames``.
     """
     push, pull, *layout, series, number = _fields(body, bool, bool, str, int, bool, int, int)
     if not (push or pull) or series < 0 or number < 0 or (number == 0 and series):
@@ -83,30 +83,30 @@ def unpack_request(body: bytes, frames: Sequence[Any], resolve: Resolve) -> Aske
 
 
 def pack_answer(values: Values, lens: Lens | None) -> tuple[bytes, list[memoryview]]:
-    """Return body and frames of the answer to a pull."""
+    """Return the body and the frames of the answer to a pull."""
     return pack_value(_layout(values, lens)), _value_frames(values, lens)
 
 
 def unpack_answer(body: bytes, frames: Sequence[Any], keys: Keys) -> KVPairs:
-    """Check and return the answer to a pull of ``keys``: views of the frames.
+    """Check and return the answer to a pull of ``keys``, as views of the frames.
 
     Raises:
-        ProtocolError: it does not fit the keys, or is not what ``pack_answer`` writes.
+        ProtocolError: it does not fit the keys, or its format is not that of ``pack_answer``.
     """
     values, lens = _unpack_values(_fields(body, str, int, bool), frames, len(keys))
     return KVPairs(keys, values, lens)
 
 
 def pack_missing(missing: Missing) -> bytes:
-    """Return the body of the answer to a request whose keys are not here."""
+    """Return the body of the answer to a request whose key list is unknown."""
     return pack_value([missing.number])
 
 
 def says_missing(body: bytes, number: int) -> bool:
-    """Return whether an answer says that the list ``number`` is not there.
+    """Return whether an answer says that the server does not know the list ``number``.
 
     Raises:
-        ProtocolError: it speaks of another list.
+        ProtocolError: the answer names another list.
     """
     fields = unpack_value(body) if body else None
     if type(fields) is not list or len(fields) != 1:

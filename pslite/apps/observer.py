@@ -4,11 +4,11 @@
 
     print(pslite.ask_status("127.0.0.1:9091").state)
 
-An ``Observer`` has one connection to the scheduler, with the job's key where there is one: a key
-that was found is used, and a connection without it is never tried. It has no rank, enters no
-barrier and is in no roster; whether it is there, and how it ends, changes nothing for the
-job. Works on the caller's thread and starts none (libzmq has its own). Every call ends within its
-time, in a ``Survey`` (``wire/survey.py``) or in an error whose text is one sentence.
+An ``Observer`` has one connection to the scheduler. If there is a job key, it uses the key and
+never tries without it. An observer does not have a rank, does not enter barriers and is not in the
+roster, so the job does not depend on it. It works on the caller's thread and does not start others
+(libzmq has its own). Every call ends within its time, with a ``Survey`` (``wire/survey.py``) or an
+error of one sentence.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pslite.wire.messages import Refused, StatusQuestion, StatusSurvey
 from pslite.wire.survey import Survey, clean, unpacked
 
 ANSWER_S = 4.5
-"""So long the scheduler has to answer; it gives its nodes less (``protocol/surveys.py``)."""
+"""The time for the scheduler's answer; its nodes have less (``protocol/surveys.py``)."""
 _KNOCK_S = 3.0
-"""So long a machine may take to say whether anybody listens there."""
+"""The time for a machine to accept or refuse a first connection."""
 _AGAIN_S = 1.0
 _LEAST_S = 0.1
 _SCHEDULER = Role.SCHEDULER.value
@@ -46,11 +46,11 @@ class Observer:
     Use it as ``with Observer(...) as observer:``.
 
     Args:
-        address: ``host:port`` of the scheduler, or None for that of the settings
+        address: ``host:port`` of the scheduler; None takes the address in the settings
             (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT).
-        config: where the key is and what it is used for (``job_key_file``, ``job_key_fd``,
-            ``security``); by default the settings of the environment. Its ``job_id`` counts only
-            where ``address`` is None: an address means the job that is there.
+        config: the settings of the key (``job_key_file``, ``job_key_fd``, ``security``); by default
+            from the environment. Its ``job_id`` is used only if ``address`` is None: an address
+            selects whatever job runs there.
 
     Raises:
         ConfigError: the address or the key cannot be used.
@@ -68,7 +68,7 @@ class Observer:
         self._host, self._port = _host_and_port(address, config)
         self._job = config.job_id if address is None else ""
         self._incarnation = secrets.randbits(62) | 1
-        #: Time that the first question has less, because it was spent before.
+        #: Time spent on the connection, which is subtracted from the first question's time.
         self._spent_s = 0.0
         self._question = 0
         self._is_heard = False
@@ -81,11 +81,11 @@ class Observer:
         return format_address(self._host, self._port).removeprefix("tcp://")
 
     def ask(self, timeout_s: float = ANSWER_S) -> Survey:
-        """Ask how the job is now; the first question includes the time to connect.
+        """Ask for the job's status; the first call's time includes the connection.
 
         Raises:
-            DeadlineError: no answer came in time; the job may be over.
-            ConfigError: the key or the version is another one than the job's.
+            DeadlineError: no answer arrived in time; the job may have ended.
+            ConfigError: the key or the version differs from the job's.
         """
         self._question += 1
         last = time.monotonic() + max(timeout_s - self._spent_s, _LEAST_S)
@@ -108,7 +108,7 @@ class Observer:
         )
 
     def _zmq_van(self, config: Config) -> Callable[[str], Van]:
-        """Check key and address, and find out at once whether anybody listens there."""
+        """Check the key and the address, and that a process listens there."""
         from pslite.van.zmq.van import ZmqVan
 
         mechanism = mechanism_of(config)
@@ -118,7 +118,7 @@ class Observer:
             )
         began_at = time.monotonic()
         try:
-            # Without a key only a job of this machine may be asked.
+            # Without a key, only a job on this machine accepts the question.
             if mechanism is None and not resolve(self._host, self._port).is_local:
                 raise ConfigError(f"the scheduler is at {self.where}: {without_key(self._host)}")
             with socket.create_connection((self._host, self._port), timeout=_KNOCK_S):
@@ -140,7 +140,7 @@ class Observer:
         self._van.send(_SCHEDULER, [encode(envelope)])
 
     def _take(self, event: Any) -> Survey | None:
-        """Return the survey, if this is the answer."""
+        """Return the survey if ``event`` is the answer; else None."""
         if isinstance(event, Denied):
             raise ConfigError(event.reason)
         if isinstance(event, Disconnected) and self._is_heard:
@@ -181,9 +181,9 @@ class Observer:
 def ask_status(
     address: str | None = None, *, config: Config | None = None, timeout_s: float = ANSWER_S
 ) -> Survey:
-    """Ask how the job of the scheduler at ``address`` is; as ``Observer`` does.
+    """Ask the scheduler at ``address`` for its job's status, as ``Observer`` does.
 
-    Ask through one ``Observer`` where you ask more than once.
+    To ask more than once, use one ``Observer``.
     """
     with Observer(address, config=config) as observer:
         return observer.ask(timeout_s)

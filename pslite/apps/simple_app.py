@@ -1,10 +1,10 @@
 """``SimpleApp``: send a number and some bytes to nodes, and get answers.
 
-For commands and settings, not for bulk data (``kv_app.py``). An app is a number that both
-ends agree on. Handles run one at a time: on a server's pool thread, elsewhere on the I/O
-thread, where they must be short and cannot wait. Semantics are those of ps-lite's
-``include/ps/simple_app.h``, except that a failing handle is an error at the asker, and that
-every wait may have a limit.
+Use it for commands and settings, not for bulk data (``kv_app.py``). An app is a number that both
+ends agree on. Handles run one at a time: on a server on a pool thread, on other nodes on the I/O
+thread, where they must be short and cannot wait. It behaves as ps-lite's
+``include/ps/simple_app.h``, with two differences: if a handle fails, the asker gets an error, and
+every wait can have a limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class SimpleData(NamedTuple):
-    """A request as the handle sees it."""
+    """A request, as it is passed to the handle."""
 
     head: int
     body: bytes
@@ -43,16 +43,16 @@ SimpleHandle: TypeAlias = Callable[[SimpleData], "bytes | str | None"]
 
 
 class SimpleApp:
-    """Sends requests to apps of the same number on other nodes, and answers theirs.
+    """Sends requests to apps with the same number on other nodes, and answers theirs.
 
     Args:
         node: a running node, or one that is being prepared.
-        app: the number, the same on all nodes; one app of a number per node takes requests.
-        handle: answers requests with a body or None (an empty one). What it raises arrives at
-            the asker as ``RemoteError`` with the traceback; errors of ``pslite.errors`` arrive
-            as they are. Without a handle, every answer is empty.
-        customer: tells several askers of one node apart. Requests go to customer 0, so only
-            that one has a handle.
+        app: the number, the same on all nodes; only one app of a node can accept its requests.
+        handle: returns the body of the answer, or None for an empty body. If it raises an
+            exception, the asker gets a ``RemoteError`` with the traceback, or the same error if it
+            is from ``pslite.errors``. Without a handle, every answer is empty.
+        customer: a number that distinguishes several askers of one node. Requests are sent to
+            customer 0, so only that one has a handle.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SimpleApp:
         self.node = node
         self._asker = Asker(node, app, customer)
         self._handle = handle
-        #: Completes once this app takes requests; an error when its number is taken.
+        #: Completes once this app accepts requests; fails if its number is in use.
         self.registered: Future[None] = completed(None)
         if not customer:
             self.registered = node.add_app(self._asker.app, self._arrived)
@@ -74,16 +74,16 @@ class SimpleApp:
 
         Args:
             head: any 64-bit integer.
-            body: bytes, or text that travels as UTF-8; at most about 16 MiB.
+            body: bytes, or text, which is sent as UTF-8; at most about 16 MiB.
             receiver: a node id, or a group (``SERVER_GROUP``, ``ALL_GROUP``, ...).
 
         Returns:
-            A future of {node id: body of its answer}. It ends in the first error, once all
-            have answered or are lost.
+            A future of {node id: body of its answer}. After an error, it fails with the first
+            one, once all nodes have answered or are lost.
 
         Raises:
-            UsageError: there is no such node or group, or no connection to it; or the text has
-                half a character (a lone surrogate).
+            UsageError: the node or group does not exist or has no connection to this node, or the
+                text has a lone surrogate.
         """
         if isinstance(body, str):
             body = check_unicode("the body", body).encode()
@@ -96,16 +96,18 @@ class SimpleApp:
         )
 
     def wait(self, request: Future[T], timeout_s: float | None = None) -> T:
-        """Return what the request brought. Errors: as of the request, and
+        """Wait for the result of a request and return it.
 
         Raises:
-            DeadlineError: ``timeout_s`` is over; the text names who has not answered.
-            UsageError: on the I/O thread, which would wait for itself.
+            DeadlineError: ``timeout_s`` has passed; the text names the nodes that have not
+                answered.
+            UsageError: the caller is on the I/O thread and would wait for itself.
+            Exception: the error of the request.
         """
         return self._asker.wait(request, timeout_s)
 
     def close(self) -> None:
-        """Take no more requests. Those that come wait for another app of this number."""
+        """Stop accepting requests; later ones wait for another app with this number."""
         if not self._asker.customer and self.registered.error() is None:
             self.node.remove_app(self._asker.app)
 

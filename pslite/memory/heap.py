@@ -1,18 +1,18 @@
 """``Heap``: the buffers of a node, shared with peers on the same machine.
 
-A buffer comes from a *segment*, a stretch of memory that another process of the same machine
-can map (``segment.py``). A frame that lies in one travels to such a peer as a descriptor (which
-segment, where, how long), and the peer reads the sender's memory itself (``sharing.py``). To
-everybody else, and to layers above, it is a frame like any other.
+A buffer is part of a *segment*: memory that another process of the same machine can map
+(``segment.py``). If a frame is in a segment, such a peer gets a descriptor (segment, offset,
+length) and reads the sender's memory itself (``sharing.py``). For other peers, and for the layers
+above, it is an ordinary frame.
 
-What that asks of a buffer's sender: not to change it until the *receiver is done with
-it*, not only until the message is accepted. For a push that is its answer; for an answer, its
-acceptance, since a worker copies values out before it accepts.
+So the sender must not change a buffer until the *receiver is done with it*; the acceptance of the
+message is not always enough. For a push, that is the answer. For an answer, it is the acceptance,
+because a worker copies values out before it accepts.
 
-A buffer is a flat array of bytes that is free again when nothing refers to it: no array, no
-view, no message under way. So buffers are never given back by hand, and none is reused
-too early. Memory once touched stays for the next buffer, since fresh memory costs page faults.
-Any thread may ask; nothing here waits.
+A buffer is a flat array of bytes. It becomes free when nothing refers to it: no array, no view, no
+message in flight. So code never frees a buffer explicitly, and no buffer is reused too early. Used
+memory is kept for later buffers, because fresh memory costs page faults. Any thread may use this
+module, and it never waits.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from pslite.memory.segment import HEADER_BYTES, Segment, private_segment, shared
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _ALIGNMENT = 64
-"""A cache line; the widest registers of a processor want no more."""
+"""A cache line, which is enough for the widest registers of a processor."""
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
-"""Segments double up to this size; a larger buffer gets one of its own."""
+"""Segments double up to this size; a larger buffer gets its own segment."""
 
 
 class FreeList:
     """Hands out ranges of ``size`` bytes and takes them back, in any order."""
 
     def __init__(self, size: int) -> None:
-        #: (start, size) of each free range, rising; none touches the next. Every change is one
-        #: operation on the list, so a Ctrl-C in between can lose a range, but not give it twice.
+        #: (start, size) of each free range, in order; ranges never touch. Every change is one
+        #: operation on the list, so Ctrl-C can lose a range but never return it twice.
         self._ranges = [(0, size)] if size else []
         self.free_bytes = size
 
     def take(self, size: int) -> int | None:
-        """Take the lowest free range of ``size`` bytes; return its start, None: no room."""
+        """Take the lowest free range of ``size`` bytes; return its start, or None."""
         if size > self.free_bytes:
             return None
         for index, (start, room) in enumerate(self._ranges):
@@ -58,7 +58,7 @@ class FreeList:
         return None
 
     def give_back(self, start: int, size: int) -> None:
-        """Free a range that ``take`` gave."""
+        """Free a range that ``take`` returned."""
         self.free_bytes += size
         ranges, stop = self._ranges, start + size
         first = last = bisect_left(ranges, (start, 0))
@@ -88,12 +88,12 @@ class _Block:
         }
 
     def __del__(self) -> None:
-        # Runs anywhere, also inside of an allocation: no lock, and nothing that could fail.
+        # This may run anywhere, also during an allocation, so it takes no lock and cannot fail.
         self._freed.append(self._range)
 
 
 class _Row:
-    """Neighbouring memory of several owners, which it keeps."""
+    """Neighbouring memory of several owners, which it keeps alive."""
 
     __slots__ = ("__array_interface__", "_owners", "address", "nbytes")
 
@@ -135,9 +135,9 @@ class Heap:
 
     Args:
         shared: whether peers may map the memory.
-        limit_bytes: so much shared memory at most; what is needed beyond is private. 0: no limit.
-        announce: called, on any thread, when there is a new segment to share.
-        warn: called once with a sentence when memory cannot be shared.
+        limit_bytes: the most shared memory; further memory is private. 0: no limit.
+        announce: called on any thread after a new segment was made to share.
+        warn: called once with a sentence if memory cannot be shared.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class Heap:
         self._by_address: tuple[list[int], list[_Stretch]] = ([], [])
 
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
-        """Return uninitialized memory, aligned to a cache line; free when unreferenced.
+        """Return uninitialized memory, aligned to a cache line.
 
-        What is ``lasting`` lies behind what was before, where there is room; the rest at the
-        lowest address, where memory was used a short while ago.
+        It is free again when nothing refers to it. A ``lasting`` buffer comes from the newest
+        segment with room, other buffers from the oldest, whose memory was used a short time ago.
         """
         size = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
         grown = False
@@ -178,7 +178,7 @@ class Heap:
         return found
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Find (segment's number, offset) of memory that peers can map; None for other."""
+        """Find (segment number, offset) of memory that peers can map; None for others."""
         addresses, stretches = self._by_address
         index = bisect_right(addresses, address) - 1
         if index < 0:
@@ -190,9 +190,9 @@ class Heap:
         return stretch.number, offset
 
     def rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
-        """Return the pieces, neighbours as one; None where peers cannot map all of them.
+        """Join neighbouring pieces; return None if peers cannot map all pieces.
 
-        What is returned keeps the pieces alive.
+        The result keeps the pieces alive.
         """
         rows: list[_Row] = []
         begin = stop = first = 0
@@ -211,7 +211,7 @@ class Heap:
 
     @staticmethod
     def whole_of(buffer: Bytes) -> tuple[int, int, Segment] | None:
-        """Return (address, bytes, segment) of where a buffer of any heap lies.
+        """Return (address, bytes, segment) of the segment with a buffer of any heap.
 
         The segment keeps the memory mapped. None for other memory.
         """
@@ -223,12 +223,12 @@ class Heap:
         return owner.segment.address, owner.segment.nbytes, owner.segment
 
     def segments(self) -> list[tuple[int, Segment]]:
-        """Return what peers may map: (number, segment)."""
+        """Return the segments that peers may map, as (number, segment)."""
         _, stretches = self._by_address
         return [(stretch.number, stretch.segment) for stretch in sorted(stretches, key=_number)]
 
     def close(self) -> None:
-        """End sharing: each segment is freed with the last buffer in it."""
+        """Stop sharing; each segment is freed together with its last buffer."""
         with self._lock:
             self._shared = False
             self._stretches = []
@@ -236,12 +236,12 @@ class Heap:
 
     @property
     def is_shared(self) -> bool:
-        """Whether peers may map the next segment, as far as is known."""
+        """Whether the heap still tries to share new segments."""
         return self._shared
 
     @property
     def nbytes(self) -> int:
-        """All memory that was taken from the system."""
+        """The bytes of all segments."""
         with self._lock:
             return sum(stretch.segment.nbytes for stretch in self._stretches)
 
@@ -280,7 +280,7 @@ class Heap:
         return stretch
 
     def _new_segment(self, wanted: int, size: int) -> Segment:
-        """Make shared memory if there may be more of it, else memory of this process."""
+        """Make shared memory if the limit and the system allow it, else private memory."""
         if not self._shared:
             return private_segment(wanted)
         if self._limit_bytes:

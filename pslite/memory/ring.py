@@ -1,16 +1,16 @@
-"""Rings: how processes of one machine hand each other values without a message.
+"""Rings: shared memory by which processes of one machine exchange values.
 
-Each process of a group has one ring, memory that the others map for reading (``segment.py``): some
-slots for values, used in turn, and counters that only ever rise. A process writes to its slots and
-counters alone and reads everybody's, so nothing needs a lock. *Chunk* number c lies in slot c
-modulo ``SLOTS``. A counter says how many chunks have come so far that ``STAGED`` (the values are
-in the slot), ``REDUCED`` (the results are in it) or ``DONE`` (its owner has read all that it wants
-of the others' slots). So a slot is free again when all have done the chunk that it had before.
+Each process of a group has one ring: memory that the others map for reading (``segment.py``). It
+has some slots for values, used in turn, and counters that only increase. A process writes only its
+own slots and counters and reads those of all, so no lock is needed. *Chunk* number c is in slot c
+modulo ``SLOTS``. The counters say how many chunks are ``STAGED`` (the values are in the slot),
+``REDUCED`` (the results are in it) and ``DONE`` (the owner has read all it needs from the others'
+slots). So a slot is free again when all processes are ``DONE`` with its last chunk.
 
-The values are written before the counter that announces them, and read after it. Processors of the
-kind x86-64 keep that order for all who look; elsewhere ``is_ordered`` is False, and rings are not
-used. Who has waited for some microseconds sleeps at its bell, a pipe that the others write to.
-Read next: ``collective/shared_memory_driver.py``.
+A process writes the values before the counter that announces them, and reads the counter first.
+x86-64 processors keep this order for all processes. On others ``is_ordered`` is False, and rings
+are not used. A process that has waited for some microseconds sleeps at its bell, a pipe that the
+others write to. Read next: ``collective/shared_memory_driver.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pslite.memory.segment import HEADER_BYTES, PAGE_BYTES, Ticket, map_segment,
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 SLOTS = 4
-"""One to be filled, one to be added up, one to be read, and one for who is ahead."""
+"""One slot to fill, one to add up, one to read, and one for processes that are ahead."""
 _DESCRIPTION_BYTES = 16 * PAGE_BYTES
 MAX_DESCRIPTION = _DESCRIPTION_BYTES - 4
 """The most bytes that a chunk's description may have."""
@@ -52,7 +52,7 @@ class RingTicket(NamedTuple):
     memory: Ticket
     slot_bytes: int
     bell: int
-    """The descriptor of the end of the pipe to write to."""
+    """The file descriptor of the pipe's write end."""
     bell_inode: int
 
 
@@ -79,10 +79,10 @@ class Ring:
     """This process's ring in a group, and the rings of the others.
 
     Args:
-        slot_bytes: of values in a chunk; a multiple of 64.
+        slot_bytes: the most bytes of values in a chunk; a multiple of 64.
 
     Raises:
-        OSError: there is not so much memory, or this system cannot share it.
+        OSError: there is not enough memory, or this system cannot share it.
     """
 
     def __init__(self, slot_bytes: int) -> None:
@@ -91,7 +91,7 @@ class Ring:
         self._segment = shared_segment(nbytes)
         self._own = _Slots(self._segment.memory, slot_bytes)
         self._bell, self._bell_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._arriving = threading.Lock()  # guards ARRIVED, which any thread may raise
+        self._arriving = threading.Lock()  # guards ARRIVED, which any thread may increase
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
         self._members: list[_Slots] = [self._own]
@@ -106,10 +106,10 @@ class Ring:
         return RingTicket(os.getpid(), self._segment.ticket, self.slot_bytes, self._bell_in, inode)
 
     def connect(self, rank: int, tickets: Sequence[RingTicket]) -> None:
-        """Map the rings of all, in order of their ranks; ``rank`` is this process's.
+        """Map the rings of all ranks, in order; ``rank`` is this process's rank.
 
         Raises:
-            OSError: a ring cannot be mapped, or is not the one of the ticket.
+            OSError: a ring cannot be mapped, or does not match its ticket.
         """
         members: list[_Slots] = []
         bells: list[int | None] = []
@@ -127,7 +127,7 @@ class Ring:
         self.rank, self._members, self._bells = rank, members, bells
 
     def close(self) -> None:
-        """Let go of all rings; memory that somebody still looks at stays mapped."""
+        """Release all rings; memory with remaining references stays mapped."""
         if not self._members:
             return
         with self._arriving:
@@ -140,7 +140,7 @@ class Ring:
     # -- chunks ------------------------------------------------------------------------
 
     def describe(self, chunk: int, description: bytes) -> None:
-        """Write the description of a chunk that this process stages next."""
+        """Write the description of the chunk that this process will stage next."""
         place = self._own.descriptions[chunk % SLOTS]
         place[: 4 + len(description)] = len(description).to_bytes(4, "little") + description
 
@@ -155,7 +155,7 @@ class Ring:
         return self._members[rank].staged[chunk % SLOTS]
 
     def result(self, chunk: int, rank: int) -> Bytes:
-        """Return the bytes of the slot for what ``rank`` has added up."""
+        """Return the bytes in the slot for the results of ``rank``."""
         return self._members[rank].results[chunk % SLOTS]
 
     def announce(self, kind: int, count: int) -> None:
@@ -166,11 +166,11 @@ class Ring:
                 _ring(bell)
 
     def arrived(self) -> int:
-        """Return how often something has arrived for this process, by ``note_arrival``."""
+        """Return the count of arrivals that ``note_arrival`` has noted."""
         return int(self._own.counters[ARRIVED * _WORDS_A_LINE])
 
     def note_arrival(self, count: int = 1) -> None:
-        """Have this process look again, which may sleep. From any thread."""
+        """Count an arrival and wake this process and its peers. From any thread."""
         with self._arriving:
             if self._members:
                 self.announce(ARRIVED, self.arrived() + count)
@@ -188,20 +188,20 @@ class Ring:
         return [rank for rank, each in enumerate(self._members) if each.counters[at] < count]
 
     def give_up(self, *, has_failed: bool = False) -> None:
-        """Tell the others that this process takes part no longer, and whether by an error."""
+        """Tell the others that this process has stopped, and whether by an error."""
         self.announce(_GIVEN_UP, 2 if has_failed else 1)
 
     def given_up(self) -> dict[int, bool]:
-        """Return the ranks that take part no longer, and whether they have failed."""
+        """Return the ranks that have stopped, and whether each has failed."""
         at = _GIVEN_UP * _WORDS_A_LINE
         said = ((rank, each.counters[at]) for rank, each in enumerate(self._members))
         return {rank: value > 1 for rank, value in said if value}
 
     def sleep(self, kind: int, count: int, timeout_s: float) -> None:
-        """Wait until a peer rings the bell, unless all have reached ``count`` meanwhile.
+        """Wait until a peer rings the bell, unless all have reached ``count``.
 
-        A peer that looked just before this process fell asleep does not ring: so no sleep should
-        be long.
+        If a peer checked just before this process fell asleep, it does not ring. So sleeps should
+        be short.
         """
         asleep = _ASLEEP * _WORDS_A_LINE
         self._own.counters[asleep] = 1
@@ -214,13 +214,13 @@ class Ring:
     def _silence(self) -> None:
         try:
             os.read(self._bell, 4096)
-        except BlockingIOError:  # somebody else has read it
+        except BlockingIOError:  # the pipe is empty
             pass
 
 
 def _open_bell(ticket: RingTicket) -> int:
     path = f"/proc/{ticket.pid}/fd/{ticket.bell}"
-    if not _is_bell(os.stat(path), ticket):  # before it is opened: opening may have effects
+    if not _is_bell(os.stat(path), ticket):  # check first: opening another file may have effects
         raise OSError(f"{path} is not the pipe that was offered")
     bell = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not _is_bell(os.fstat(bell), ticket):

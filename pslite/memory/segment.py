@@ -1,11 +1,11 @@
 """Shared-memory segments that other processes of this machine can map.
 
-A segment is a memfd (memfd_create(2)): it has no name in any file system, so nothing is left
-behind however a process ends, and no limit of /dev/shm applies. It is sealed against shrinking,
-so that a reader never meets memory that is gone (SIGBUS), and its pages are reserved when it
-is made. A peer opens it through the owner's process, ``/proc/<pid>/fd/<fd>``, which the kernel
-allows to processes of the same user that see the same process ids, and finds the segment's
-nonce in it: that proves that both speak of the same memory. It maps it for reading only.
+A segment is a memfd (memfd_create(2)). It does not have a name in a file system, so nothing remains
+after the process ends, and the limit of /dev/shm does not apply. It is sealed against shrinking, so
+that a reader never accesses memory that is gone (SIGBUS), and its pages are reserved when it is
+made. A peer opens it as ``/proc/<pid>/fd/<fd>`` of the owner's process. The kernel allows this to
+processes of the same user that see the same process ids. The nonce in the segment proves that it
+is the offered one. The peer maps it only for reading.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
-"""The nonce lies at the beginning; buffers follow from here on."""
+"""The nonce is at the beginning; buffers begin at this offset."""
 NONCE_BYTES = 32
 _NAME = "pslite"
 # From fcntl.h; Python has these names on Linux only.
@@ -39,12 +39,12 @@ class Ticket(NamedTuple):
 
 
 class Segment:
-    """A stretch of this process's memory. Closed when nothing refers to it any more."""
+    """A piece of this process's memory; closed when nothing refers to it any more."""
 
     def __init__(self, memory: mmap.mmap, ticket: Ticket | None) -> None:
         self.memory = memory
         self.ticket = ticket
-        """None for memory that is this process's alone."""
+        """None for private memory."""
         view = np.frombuffer(memory, np.uint8)
         self.address: int = view.__array_interface__["data"][0]
         self.nbytes = len(view)
@@ -55,7 +55,7 @@ class Segment:
 
 
 def private_segment(nbytes: int) -> Segment:
-    """Make memory of this process alone; a forked child has a copy of its own."""
+    """Make private memory of this process; a forked child gets a copy."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return Segment(mmap.mmap(-1, _whole_pages(nbytes), flags=flags), None)
 
@@ -64,7 +64,7 @@ def shared_segment(nbytes: int) -> Segment:
     """Make memory that peers can map, and reserve its pages.
 
     Raises:
-        OSError: there is not so much memory, or this system has no memfd.
+        OSError: there is not enough memory, or this system does not have memfd.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd_create")
@@ -87,7 +87,7 @@ def map_segment(pid: int, ticket: Ticket) -> memoryview:
     """Map a peer's segment read-only; unmapped when nothing refers to it any more.
 
     Raises:
-        OSError: it cannot be opened or is not what the ticket says; the text is for a log.
+        OSError: it cannot be opened or does not match the ticket; the text is for a log.
     """
     path = f"/proc/{pid}/fd/{ticket.fd}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):

@@ -1,9 +1,9 @@
 """``Sharing``: the shared memory between a node and its peers. On the I/O thread.
 
-Each segment of the heap is offered to the peers on the same machine (``SegmentOffer``). A peer
-that could map it says so (``SegmentTaken``), and from then on frames that lie in it travel to
-that peer as descriptors. To all others they travel as bytes, and to this one, too, if it does
-not answer soon. Who maps a segment keeps it as long as the peer is there.
+A node offers each segment of its heap to the peers on the same machine (``SegmentOffer``). A peer
+that could map it answers with ``SegmentTaken``. From then on, frames in the segment are sent to
+that peer as descriptors. To other peers, and before the answer, they are sent as bytes; a value
+waits up to ``PATIENCE_S`` for the answer. A peer keeps a segment mapped until the owner is gone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pslite.memory.segment import Ticket, map_segment
 from pslite.wire.messages import Ints, SegmentOffer, SegmentTaken
 
 MIN_SHARED_BYTES = 1024
-"""Smaller frames are copied faster than they are described."""
+"""Smaller frames are sent as bytes, because copying them is faster."""
 MAX_SEGMENTS = 4096
-"""The most segments of one peer that are mapped."""
+"""The most segments to map of one peer."""
 PATIENCE_S = 0.5
-"""So long values wait for a peer that is asked to map memory, which takes a millisecond."""
+"""How long values wait for a peer's answer to an offer, which usually takes a millisecond."""
 _FIELDS = 4
 
 Frames = Sequence[Any]
@@ -39,17 +39,17 @@ class Sharing:
         #: Peer -> the number of its segment -> the memory.
         self._windows: dict[str, dict[int, memoryview]] = {}
         self._offered: dict[str, int] = {}
-        #: Peer -> this node's segments that it has not answered for -> until when to wait for it.
+        #: Peer -> segment of this node without an answer -> when to stop waiting for the answer.
         self._awaited: dict[str, dict[int, float]] = {}
-        #: Peers that could not map, or did not want to.
+        #: Peers that could not map a segment, or refused to.
         self._refused: set[str] = set()
-        #: Payload that was handed over, or taken, where it lies; repetitions too.
+        #: Payload bytes sent or received as descriptors, including repeated messages.
         self.shared_bytes = 0
 
     # -- agreeing ----------------------------------------------------------------------
 
     def offers(self, peer: str, now: float) -> Iterator[SegmentOffer]:
-        """Return what ``peer``, on the same machine, has not been offered yet."""
+        """Return offers of new segments for ``peer``, which is on the same machine."""
         for number, segment in self._heap.segments():
             if number > self._offered.get(peer, 0) and segment.ticket is not None:
                 self._offered[peer] = number
@@ -57,12 +57,12 @@ class Sharing:
                 yield SegmentOffer(number, *segment.ticket)
 
     def awaits(self, peer: str, now: float) -> bool:
-        """Return whether ``peer`` is about to answer an offer, so that waiting pays."""
+        """Return whether ``peer`` will probably answer an offer soon."""
         awaited = self._awaited.get(peer)
         return awaited is not None and max(awaited.values()) > now
 
     def map(self, peer: str, pid: int, offer: SegmentOffer) -> SegmentTaken:
-        """Map what ``peer``, whose process id the roster has, offers; the answer to it."""
+        """Map a segment that ``peer`` offers; return the answer to the offer."""
         windows = self._windows.setdefault(peer, {})
         if len(windows) >= MAX_SEGMENTS:
             return SegmentTaken(offer.segment, False, f"{MAX_SEGMENTS} segments are mapped already")
@@ -85,15 +85,15 @@ class Sharing:
             self._refused.add(peer)
 
     def reaches(self, peer: str) -> bool:
-        """Return whether ``peer`` reads memory of this node. From any thread."""
+        """Return whether ``peer`` has mapped memory of this node. From any thread."""
         return peer in self._taken
 
     def may_reach(self, peer: str) -> bool:
-        """Return whether a peer on the same machine reads this node's memory, or may yet."""
+        """Return whether a peer here has mapped this node's memory, or still may."""
         return peer in self._taken or (peer not in self._refused and self._heap.is_shared)
 
     def forget(self, peer: str) -> None:
-        """Forget a peer that is gone. What still refers to its memory keeps it mapped."""
+        """Forget a peer that is gone; its memory stays mapped while it is referred to."""
         self._taken.pop(peer, None)
         self._windows.pop(peer, None)
         self._offered.pop(peer, None)
@@ -109,9 +109,9 @@ class Sharing:
     # -- frames ------------------------------------------------------------------------
 
     def describe(self, peer: str, frames: Frames) -> tuple[Frames, Ints]:
-        """Return the frames that are sent as bytes, and descriptors of the others.
+        """Return the frames to send as bytes, and descriptors of the other frames.
 
-        A descriptor is four numbers: which frame of the message, segment, offset, bytes.
+        A descriptor is four numbers: index of the frame in the message, segment, offset, bytes.
         """
         taken = self._taken.get(peer)
         if taken is None or not frames:
@@ -132,15 +132,15 @@ class Sharing:
         if type(frame) is not memoryview or frame.nbytes < MIN_SHARED_BYTES:
             return None
         if not frame.c_contiguous:
-            return None  # the van refuses it with a sentence
+            return None  # the van rejects it with an error
         address = np.frombuffer(frame, np.uint8).__array_interface__["data"][0]
         return self._heap.find(address, frame.nbytes)
 
     def resolve(self, peer: str, shared: Ints, frames: Frames) -> Frames:
-        """Return all frames of a message, in order.
+        """Return all frames of a message in order, with descriptors replaced by memory.
 
         Raises:
-            ProtocolError: the descriptors do not fit the frames, or memory that is mapped here.
+            ProtocolError: the descriptors do not fit the frames or the mapped memory.
         """
         if not shared:
             return frames

@@ -1,9 +1,9 @@
 """The address that a node binds and advertises. Calls the operating system.
 
-The order: DMLC_NODE_HOST wins; else DMLC_INTERFACE (an interface's name, an address or a
-network); else the local address on the route to the scheduler. Never every interface.
-ps-lite took the first interface whose name begins with DMLC_INTERFACE, or the first that is
-not loopback (``network_utils.h``), which was wrong on hosts with several networks.
+The order of preference: DMLC_NODE_HOST, then DMLC_INTERFACE (an interface's name, an address or a
+network), then the local address on the route to the scheduler. A node never binds all interfaces.
+(ps-lite uses the first interface whose name begins with DMLC_INTERFACE, or the first one that is
+not loopback (``network_utils.h``). This is wrong on hosts with several networks.)
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _IF_INET6 = Path("/proc/net/if_inet6")
 
 
 def advertised_host(config: Config, scheduler: str | None = None) -> str:
-    """Choose the address under which others reach this node.
+    """Choose the address at which other nodes can reach this node.
 
     Raises:
-        ConfigError: DMLC_INTERFACE names nothing that this host has.
+        ConfigError: this host does not have the interface or network of DMLC_INTERFACE.
     """
     if config.node_host:
         return config.node_host
@@ -86,8 +86,8 @@ def local_addresses() -> dict[str, list[str]]:
 def _ipv6_addresses(table: Path) -> Iterator[tuple[str, str]]:
     """Read (interface, address) from Linux's list, without link-local addresses.
 
-    Those would need the interface's name beside them (``fe80::1%eth0``), which means nothing
-    on other hosts.
+    A link-local address needs the interface's name too (``fe80::1%eth0``), and that name is not
+    valid on other hosts.
     """
     try:
         rows = [line.split() for line in table.read_text().splitlines()]
@@ -100,7 +100,7 @@ def _ipv6_addresses(table: Path) -> Iterator[tuple[str, str]]:
 
 
 def route_address(host: str, port: int) -> str:
-    """Return the local address from which ``host`` is reached. Nothing is sent."""
+    """Return the local address that is used to reach ``host``; does not send anything."""
     try:
         found = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)
     except OSError as error:
@@ -118,10 +118,10 @@ def route_address(host: str, port: int) -> str:
 
 @lru_cache(maxsize=1)
 def machine_id() -> str:
-    """Name the running kernel: equal exactly for processes that share process ids.
+    """Return an id that is equal exactly for processes that share process ids.
 
-    The boot id alone would be shared by containers with process ids of their own, so the
-    identity of the process-id namespace is part of it.
+    It is the boot id of the kernel with the process-id namespace, because containers of one host
+    have the same boot id but may have separate process ids.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -132,20 +132,20 @@ def machine_id() -> str:
 
 
 def process_alive(pid: int) -> bool:
-    """Return whether a process of this machine is there and no zombie."""
+    """Return whether a process of this machine exists and is not a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it is gone; or this process may open no more files, or may not see others
+    except OSError:  # it has ended, or this process cannot open files or see other processes
         return _takes_signals(pid)
     return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _takes_signals(pid: int) -> bool:
-    """Return whether there is such a process, a zombie too. Needs no file."""
+    """Return whether the process exists, perhaps as a zombie; does not open a file."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # a process of another user
         return True
     return True

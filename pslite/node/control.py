@@ -20,31 +20,31 @@ from pslite.wire.messages import Beat, Leave, Members
 SCHEDULER = "scheduler"
 """The name under which every node connects to the scheduler."""
 
-#: So long at least a member's word is looked at by the scheduler before the member itself ends.
+#: How long, at least, a member's report of a loss is checked before the member itself is removed.
 VERDICT_S = 2.0
 
 
 class ControlOffice(Office, Protocol):
-    """A node as its control sees it, with its data, liveness and reports."""
+    """The interface of a node for its control: also data, liveness and reports."""
 
     traffic: Traffic
     watch: FailureDetector
     reporter: Reporter
 
     def join(self, info: NodeInfo, roster: tuple[NodeInfo, ...], now: float) -> None:
-        """Take in the roster: the cluster is complete, and ``info`` is this node's entry."""
+        """Handle the roster: the cluster is complete; ``info`` is this node's entry."""
 
 
 class NodeControl(abc.ABC):
-    """The control of a node (``office.Control``) that all roles share."""
+    """The part of a node's control (``office.Control``) that all roles share."""
 
     def __init__(self, office: ControlOffice) -> None:
         self._office = office
-        #: While the cluster gathers: give up, say who is missing, and beat.
+        #: Timers until the cluster is complete: give up, log who is missing, send heartbeats.
         self._deadline = office.errands.timers.new(lambda now: self._give_up(self._too_late(), now))
         self._roster_line = office.errands.timers.new(self._say_who_is_missing)
         self._beats = office.errands.timers.new(self._beat)
-        #: The peers that hear signs of life though there is no roster yet.
+        #: The peers that get heartbeats before the roster exists.
         self._listeners: Iterable[str] = (SCHEDULER,)
         self._barrier_rounds: Counter[int] = Counter()
         self._hearsay = Hearsay()
@@ -71,18 +71,18 @@ class NodeControl(abc.ABC):
 
     @abc.abstractmethod
     def _too_late(self) -> DeadlineError:
-        """Return the error of a cluster that was not complete in time."""
+        """Return the error for a cluster that was not complete in time."""
 
     @abc.abstractmethod
     def _give_up(self, error: Exception, now: float) -> None:
-        """End this node: the cluster cannot come about."""
+        """End this node, because the cluster cannot become complete."""
 
     # -- who is gone -------------------------------------------------------------------
 
     def _heard_of(self, speaker: int, lost: tuple[int, str], until: float) -> None:
-        """Note that a member reports the loss of another one.
+        """Note that a member reports the loss of another member.
 
-        Until that is decided, the member's own end may wait.
+        The end of the reporting member may be postponed until ``until``.
         """
         about, reason = lost
         self._hearsay.note(speaker, about, reason, self._office.membership.title(about), until)
@@ -96,19 +96,19 @@ class NodeControl(abc.ABC):
         """Note that a node is gone, and act on it if that is new."""
         gone = self._office.membership.depart(node, left=left, reason=reason)
         if gone is not None:
-            # After the end of this node or its job, what becomes of others is a consequence.
+            # After this node has failed, the ends of other nodes are consequences.
             is_news = not gone.left and self._office.error is None
             self._office.log.info(0 if is_news else 1, gone.sentence)
             self._gone(gone, is_news=is_news)
 
     def _said_goodbye(self, node: int) -> None:
-        """Note the goodbye of a node to this one."""
+        """Note that a node has said goodbye to this node."""
         self._office.membership.told.add(node)
         self._depart(node, left=True, reason="")
 
     @abc.abstractmethod
     def _gone(self, gone: Gone, *, is_news: bool) -> None:
-        """Act on a loss or a goodbye; ``is_news`` of a loss that comes first."""
+        """Act on a loss or a goodbye; ``is_news`` is True for the first loss."""
 
     def say_goodbye(self) -> None:
         for node in self._office.membership.neighbours():
@@ -116,7 +116,7 @@ class NodeControl(abc.ABC):
 
 
 def ends_itself(message: Members, speaker: int) -> bool:
-    """Return whether ``speaker`` says that it ends because of what it has lost."""
+    """Return whether ``speaker`` says that it ends because of a loss."""
     return (speaker, 0) in zip(message.gone, message.left, strict=True)
 
 

@@ -2,9 +2,9 @@
 
 An app is a number that both ends agree on. ``Customers`` lives on the I/O thread: it hands
 arriving requests to the app's handler and arriving responses to the future of the request.
-Handlers run on the I/O thread and must be short; what takes long goes to the node's pool
-(``KVServer`` does that). A request for an app that is not there yet waits for it a while, so
-that the order in which processes create their apps does not matter.
+Handlers run on the I/O thread and must be short; ``KVServer``, for example, gives long work to the
+node's pool. If an app does not exist yet, its requests wait for some time. So processes may create
+their apps in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pslite.wire.messages import Request, Response
 
 SendTo = Callable[[int, Request | Response, Sequence[Any]], None]
 
-#: Requests that may wait for apps that are not there yet.
+#: The most requests that may wait for apps that do not exist yet.
 _MAX_EARLY = 4096
 _MAX_EARLY_BYTES = 256 << 20
 
@@ -41,7 +41,7 @@ class Pending:
         self._entries: dict[int, _OpenRequest] = {}
 
     def open(self, nodes: Iterable[int], future: Future[dict[int, Any]]) -> int:
-        """Enter a request to ``nodes``; returns its id."""
+        """Add a request to ``nodes``; return its id."""
         request_id = self._next_id
         self._next_id += 1
         entry = _OpenRequest(future, set(nodes))
@@ -56,7 +56,7 @@ class Pending:
         self._settle(request_id, node, answer, None)
 
     def refuse(self, request_id: int, node: int, error: BaseException) -> None:
-        """Note an error as the answer of ``node``; the future ends in it."""
+        """Note an error as the answer of ``node``; the future will fail with it."""
         self._settle(request_id, node, None, error)
 
     def _settle(self, request_id: int, node: int, answer: Any, error: BaseException | None) -> None:
@@ -74,19 +74,19 @@ class Pending:
                 entry.future.set_result(entry.answers)
 
     def depart(self, node: int, error: BaseException) -> None:
-        """End what waits for ``node``, which is gone, with ``error``."""
+        """Note ``error`` as the answer of ``node``, which is gone, to all requests."""
         for request_id, entry in list(self._entries.items()):
             if node in entry.waiting:
                 self.refuse(request_id, node, error)
 
     def cancel(self, request_id: int, error: BaseException) -> None:
-        """End one request with ``error``, whatever has been answered."""
+        """Fail one request with ``error``; ignore its answers."""
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             entry.future.set_error(error)
 
     def fail(self, error: BaseException) -> None:
-        """End everything that is open with ``error``."""
+        """Fail all open requests with ``error``."""
         entries, self._entries = self._entries, {}
         for entry in entries.values():
             entry.future.set_error(error)
@@ -108,8 +108,8 @@ class Incoming:
 
     sender: int
     request: Request
-    #: Read-only payload frames; valid until this is answered, and empty from then on: they
-    #: may lie in the asker's memory.
+    #: Read-only payload frames. They may be in the asker's memory, so they are valid until the
+    #: answer, and removed then.
     frames: Sequence[Any]
     _respond: Callable[[Incoming, Response, Sequence[Any]], None]
     _answered: bool = False
@@ -124,15 +124,15 @@ class Incoming:
 
     @property
     def nbytes(self) -> int:
-        """The memory that it keeps while it waits."""
+        """The bytes of the request while it waits."""
         return len(self.body) + sum(len(frame) for frame in self.frames)
 
     def respond(self, body: bytes = b"", frames: Sequence[Any] = ()) -> None:
-        """Answer. ``frames`` must stay unchanged until the peer has accepted them."""
+        """Answer; ``frames`` must stay unchanged until the peer has accepted them."""
         self._finish(None, body, frames)
 
     def fail(self, error: BaseException) -> None:
-        """Answer with an error, which the asker's future raises."""
+        """Answer with an error; the asker's future fails with it."""
         self._finish(error, b"", ())
 
     def _finish(self, error: BaseException | None, body: bytes, frames: Sequence[Any]) -> None:
@@ -159,20 +159,20 @@ class Customers:
         self._early_bytes = 0
         self._error: BaseException | None = None
         self.pending = Pending()
-        #: How many requests each app has not answered.
+        #: App -> the number of requests that it has not answered.
         self._open: Counter[int] = Counter()
         self._waiting_apps: set[int] = set()
 
     @property
     def is_at_work(self) -> bool:
-        """Whether an app may still answer a request by itself."""
+        """Whether an app may answer a request without waiting for another message."""
         return any(count for app, count in self._open.items() if app not in self._waiting_apps)
 
     def add(self, app: int, handler: Handler, *, waits_for_others: bool = False) -> None:
-        """Hand requests for ``app`` to ``handler`` from now on.
+        """Pass requests for ``app`` to ``handler`` from now on, also early ones.
 
-        With ``waits_for_others``, what it does not answer at once it answers only when another
-        request arrives, or a node is gone.
+        With ``waits_for_others``, a request that the app does not answer at once is answered only
+        after another request arrives or a node is gone.
         """
         if waits_for_others:
             self._waiting_apps.add(app)
@@ -188,16 +188,16 @@ class Customers:
                 self._early.append((arrived_at, incoming))
 
     def fail(self, error: BaseException) -> None:
-        """End what this node asks, and what it is asked from now on, with ``error``."""
+        """Fail this node's requests with ``error``, and answer later ones with it."""
         self._error = error
         self.pending.fail(error)
 
     def remove(self, app: int) -> None:
-        """Remove an app; its requests wait for another one of that number."""
+        """Remove an app; later requests wait for another app with this number."""
         self._handlers.pop(app, None)
 
     def close(self) -> None:
-        """Let go of the apps, and of the memory that they hold: the node has ended."""
+        """Release the apps and their memory: the node has ended."""
         self._handlers.clear()
         self._early.clear()
 
@@ -250,7 +250,7 @@ class Customers:
         self.pending.refuse(message.request_id, sender, error)
 
     def expire(self, before: float) -> None:
-        """Refuse what has waited for its app since before ``before``."""
+        """Refuse requests that arrived before ``before`` and still wait for an app."""
         for arrived_at, incoming in self._early:
             if arrived_at < before:
                 app = incoming.request.app
@@ -271,7 +271,7 @@ class Customers:
         def deliver() -> None:
             self._open[response.app] -= 1
             if not self._open[response.app]:
-                del self._open[response.app]  # nodes ask for apps of any number
+                del self._open[response.app]  # peers may ask for any app number, so free it
             try:
                 self._send(incoming.sender, response, frames)
             except Exception as error:

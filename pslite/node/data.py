@@ -1,7 +1,7 @@
-"""``Traffic``: connect the data plane with a node's messages (I/O thread).
+"""``Traffic``: connects the data plane with a node's messages (I/O thread).
 
-``plane/`` decides; this file hands it what arrives, sends what it wants sent as far as credits
-go, and lets the pool run a server's work. A worker has a ``WorkerPlane``; a server gets its
+``plane/`` decides. This file passes received messages to it, sends its messages as far as credits
+allow, and gives a server's work to the pool. A worker has a ``WorkerPlane``; a server gets its
 ``ServerPlane`` from the app that it serves.
 """
 
@@ -31,32 +31,33 @@ from pslite.plane import (
 from pslite.wire.messages import Answer, Exchange, Message, PartsFailed, RoundWaits, StaleEpoch
 from pslite.wire.survey import LEAST_WAIT_S, Wait
 
-#: What belongs to the data plane.
+#: The messages of the data plane.
 MESSAGES: tuple[type[Message], ...] = (Exchange, Answer, PartsFailed, StaleEpoch, RoundWaits)
 
-#: Jobs on so few bytes are done sooner than handed to another thread, which has to wake up.
+#: Jobs of at most this many bytes run on the I/O thread: waking another thread takes longer.
 _QUICK_BYTES = 1 << 18
-#: Those of up to this many bytes are, too, if they come one by one, after a pause: in a stream
-#: of them, the I/O thread had better go on receiving.
+#: Jobs of at most this many bytes also run there if they arrive one by one, each after a pause.
+#: If many arrive, the I/O thread must go on receiving.
 _LONE_BYTES = 1 << 22
 _PAUSE_S = 0.0005
-#: Unless this many of a lane in a row took longer than this: an optimizer of the user's own may.
+#: But if this many jobs of a lane in a row took longer than this, the pool runs its next jobs. A
+#: user's own optimizer may be slow.
 _SLOW_S = 0.005
 _SLOW_IN_A_ROW = 3
-#: It is remembered for at most this many lanes.
+#: Slow jobs are counted for at most this many lanes.
 _MOST_LANES = 4096
-#: How often ``tick`` is to be called.
+#: How often ``tick`` must be called.
 TICK_INTERVAL_S = 1.0
 
 
 class PartOwner(Protocol):
-    """A store of a worker, or the stores of a server, to which some parts belong."""
+    """The owner of some parts: a worker's store, or all stores of a server."""
 
     def name_of(self, part: int) -> str | None:
-        """Return the part in words, or None if it is somebody else's. On the I/O thread."""
+        """Return a text that names the part; None if not its owner. On the I/O thread."""
 
     def send_joined(self) -> None:
-        """Submit what waits for company. From any thread."""
+        """Submit requests that are held back to be joined. From any thread."""
 
 
 class Traffic:
@@ -65,28 +66,28 @@ class Traffic:
     def __init__(self, office: Office) -> None:
         self._office = office
         window = office.config.round_window
-        #: On a server and the scheduler, which push and pull nothing, it stays empty.
+        #: Servers and the scheduler do not push or pull, so it stays empty there.
         self.worker = WorkerPlane(window)
         self._server: ServerPlane | None = None
-        #: When a job was last done here, or handed to the pool.
+        #: When a job last ended on this thread, or was given to the pool.
         self._worked_at = 0.0
-        #: Lane -> how many of its jobs in a row took long though they were small.
+        #: Lane -> how many of its small jobs in a row were slow.
         self._slow_jobs: Counter[int] = Counter()
-        #: The stores of this node, in the order of their making.
+        #: The stores of this node, in the order in which they were made.
         self._owners: weakref.WeakKeyDictionary[PartOwner, None] = weakref.WeakKeyDictionary()
-        #: When servers last told a worker of rounds that lack others, and what they told.
+        #: The last reports of servers to this worker about long open rounds: (time, text).
         self.reports: deque[tuple[float, str]] = deque(maxlen=16)
 
     def serve(self, plane: ServerPlane) -> None:
-        """Take a server's half of the plane; before the node is driven."""
+        """Set a server's half of the plane; call it before the node runs."""
         self._server = plane
 
     def add_owner(self, owner: PartOwner) -> None:
-        """Note that a store uses this node; it is not kept alive. From any thread."""
+        """Add a store that uses this node, by a weak reference. From any thread."""
         self._owners[owner] = None
 
     def send_joined(self) -> None:
-        """Submit what stores hold back so that more may join it. From any thread."""
+        """Submit requests that stores hold back to join them. From any thread."""
         for owner in self._owners_now():
             owner.send_joined()
 
@@ -96,7 +97,7 @@ class Traffic:
     # -- from the node -----------------------------------------------------------------
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
-        """Start pushes, pulls or both."""
+        """Submit pushes, pulls or both."""
         if self._office.role is not Role.WORKER:
             raise UsageError("only workers push and pull")
         for transfer in transfers:
@@ -130,14 +131,14 @@ class Traffic:
             self._report(message)
 
     def _refusal(self, message: Exchange, error: BaseException) -> BaseException:
-        """Return why a server that has failed takes and gives no values."""
+        """Return the error for requests to a server that has failed."""
         if not message.parts or not isinstance(error, NodeLostError):
             return error
         text = f"{error}; this call no longer accesses {self._name_of(message.parts[0])}"
         return NodeLostError(text, role=error.role, rank=error.rank)
 
     def send_queued(self, now: float) -> None:
-        """Hand the worker's messages to the van, as far as credits go."""
+        """Pass the worker's messages to the van, as far as credits allow."""
         plane, office = self.worker, self._office
         credit_bytes = office.config.credit_bytes
         for server in list(plane.outbox):
@@ -152,30 +153,30 @@ class Traffic:
                 office.links.send(peer, send.message, send.frames, epoch, now)
 
     def forget(self, parts: Iterable[int]) -> None:
-        """Forget these parts: a worker will never ask for them again."""
+        """Forget these parts: the worker will not request them again."""
         self.worker.forget(parts)
 
     @property
     def is_applying(self) -> bool:
-        """Whether a server is at work on what was pushed."""
+        """Whether this server is applying pushes."""
         return self._server is not None and self._server.is_applying
 
     def awaits(self, peer: str) -> bool:
-        """Return whether a worker waits for an answer of this peer."""
+        """Return whether this worker waits for an answer from ``peer``."""
         return self._office.membership.node_ids.get(peer) in self.worker.waiting_for()
 
     def has_waiting(self, node: int) -> bool:
-        """Return whether this worker waits for an answer of this server."""
+        """Return whether the worker ``node`` waits for an answer from this server."""
         is_worker = role_of(node) is Role.WORKER
         return self._server is not None and is_worker and self._server.has_waiting(rank_of(node))
 
     def tick(self, now: float) -> None:
-        """Look for rounds of a server that have been open for long."""
+        """Report a server's rounds that have been open for a long time."""
         if self._server is not None:
             self.carry_out(self._server.tick(now))
 
     def departed(self, node: int, error: BaseException, *, left: bool) -> None:
-        """Act on the end of a node; with ``left``, it may still be there for answers."""
+        """Act on the end of a node; with ``left``, it may still wait for answers."""
         self.worker.depart(node, error)
         if self._server is not None and role_of(node) is Role.WORKER:
             depart = self._server.leave if left else self._server.depart
@@ -191,14 +192,14 @@ class Traffic:
             self.carry_out(self._server.begin_epoch(epoch))
 
     def close(self) -> None:
-        """Release the app, and the memory that it and others hold: the node has ended."""
+        """Release the app and all memory: the node has ended."""
         self._server = None
         self.worker.close()
 
     # -- inside ------------------------------------------------------------------------
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
-        """Do what a server's plane asks for. On the I/O thread."""
+        """Carry out effects of a server's plane. On the I/O thread."""
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(node_id(Role.WORKER, effect.peer), effect)
@@ -206,7 +207,7 @@ class Traffic:
                 self._run_jobs(effect)
 
     def _send(self, worker: int, effect: Send) -> None:
-        """Send a server's messages; who waits for one that cannot be sent gets an error."""
+        """Send a server's message to a worker, or an error if it cannot be sent."""
         try:
             self._office.send(worker, effect.message, effect.frames)
         except PSError as error:
@@ -241,7 +242,7 @@ class Traffic:
         office.pool.submit(run.lane, work)
 
     def _note_speed(self, lane: int, *, is_slow: bool) -> None:
-        """Note whether a lane's job was slow; few lanes are remembered."""
+        """Note whether a lane's job was slow, for a limited number of lanes."""
         if is_slow:
             if len(self._slow_jobs) >= _MOST_LANES:
                 self._slow_jobs.clear()
@@ -250,7 +251,7 @@ class Traffic:
             self._slow_jobs.pop(lane, None)
 
     def _is_quick(self, run: Run) -> bool:
-        """Return whether to do it here and now."""
+        """Return whether to run the jobs on this thread now."""
         if self._slow_jobs[run.lane] >= _SLOW_IN_A_ROW:
             return False
         nbytes = sum(sum(job.sizes) * len(job.batch.payloads) for job in run.jobs)
@@ -258,7 +259,7 @@ class Traffic:
         return nbytes <= _QUICK_BYTES or is_lone
 
     def _adopt_epoch(self) -> None:
-        """Take over the servers' epoch where no scheduler announces epochs."""
+        """Adopt the servers' epoch if the scheduler cannot announce it any more."""
         office = self._office
         epoch = self.worker.awaited_epoch
         is_alone = SCHEDULER_ID in office.membership.gone or office.membership.has_said_goodbye
@@ -282,19 +283,19 @@ class Traffic:
 
     @property
     def num_requests(self) -> int:
-        """A worker's pushes and pulls, or a server's parts, that are not answered yet."""
+        """The number of a worker's requests, or a server's parts, without an answer."""
         of_server = 0 if self._server is None else self._server.num_waiting + self._server.num_pulls
         return self.worker.num_active + of_server
 
     def open_rounds(self, now: float) -> tuple[int, list[Wait]]:
-        """Return how many parts wait for workers, and the long waits."""
+        """Return how many parts wait for workers, and the waits that are long."""
         if self._server is None:
             return 0, []
         open_ = self._server.open_rounds()
         return sum(len(each.parts) for each in open_), self._waits(open_, now)
 
     def _waits(self, open_: Sequence[OpenRound], now: float) -> list[Wait]:
-        """Join the rounds that wait for the same workers into one wait each."""
+        """Return the long waits, one for all parts that wait for the same workers."""
         together: dict[tuple[int, Ints], list[OpenRound]] = {}
         for each in open_:
             if each.opened_at is not None and now - each.opened_at >= LEAST_WAIT_S:
@@ -311,7 +312,7 @@ class Traffic:
 
 
 def _outcomes(plane: ServerPlane, jobs: Sequence[Job]) -> Sequence[Outcome]:
-    """Have the app apply jobs, on any thread."""
+    """Call the app to apply jobs; on any thread."""
     try:
         return plane.app.apply(jobs)
     except BaseException as error:  # an app must not raise; its callers must not hang

@@ -1,9 +1,9 @@
-"""``FailureDetector``: send heartbeats, detect losses and stalls (I/O thread).
+"""``FailureDetector``: sends heartbeats, detects losses and stalls (I/O thread).
 
-``protocol/liveness.py`` decides; this file feeds it with what the van and the operating system
-say, tells ``control`` of losses, and drops the connections of nodes that ``control`` declares gone.
-libzmq's own heartbeats keep connections honest; the beats sent here come from this node's code and
-so tell a stalled node from a busy one.
+``protocol/liveness.py`` decides. This file gives it the events of the van and the operating system,
+reports losses to ``control``, and drops the connections of nodes that ``control`` declares gone.
+libzmq's own heartbeats detect broken connections. The heartbeats of this file come from the node's
+own code, so their absence shows a stalled process behind a good connection.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pslite.protocol.membership import Gone
 from pslite.van.base import Connected, Denied, Disconnected, TurnedAway, VanEvent
 from pslite.wire.messages import Beat
 
-#: How often the process of a peer without a connection is looked at.
+#: How often to check the process of a peer without a connection.
 _SUSPECT_INTERVAL_S = 0.1
-#: How often the processes of all peers of this machine are looked at: one that has forked leaves
-#: its connections to its children.
+#: How often to check the processes of all peers on this machine: children of a dead process may
+#: keep its connections open.
 _PROCESS_INTERVAL_S = 0.5
-#: A node that looks at the clock this late has been held up itself.
+#: If the node's own timer is this late, the node itself was stopped for a while.
 _LATE_S = 1.0
-#: How often time alone is looked at.
+#: How often to check how long peers have been silent or without a connection.
 _JUDGE_INTERVAL_S = 1.0
 
 
 def beat_at(config: Config, now: float) -> float:
-    """Return when the next sign of life is due; PS_HEARTBEAT_INTERVAL=0: never."""
+    """Return when the next heartbeat is due; with PS_HEARTBEAT_INTERVAL=0: never."""
     interval_s = config.heartbeat_interval_s
     return now + interval_s if interval_s > 0 else math.inf
 
@@ -47,7 +47,7 @@ class FailureDetector:
         config = office.config
         self._office = office
         self._traffic = traffic
-        # Where peers give no signs of life, silence means nothing.
+        # If peers do not send heartbeats, silence does not mean a stall.
         has_beats = config.heartbeat_interval_s > 0
         stall_report_s = config.stall_report_s if has_beats else math.inf
         self._liveness = Liveness(
@@ -56,20 +56,20 @@ class FailureDetector:
             config.heartbeat_timeout_s,
             config.rendezvous_timeout_s,
         )
-        #: To be called with a peer and the time when something of its own code has arrived.
+        #: Call it with a peer and the time after each message from the peer.
         self.heard = self._liveness.heard
         self.silent_s = self._liveness.silent_s
         self._headway = Headway()
-        #: Whom the van has a connection with, watched or not.
+        #: The peers with a connection, watched or not.
         self._connected: set[str] = set()
-        #: The peers that are known, by the van's name.
+        #: The known peers, by their names in the van.
         self._nodes: dict[str, NodeInfo] = {}
-        #: When time alone is looked at next.
+        #: When ``_judge_by_time`` is due next.
         self._judge_at = 0.0
         self._beats = office.errands.timers.new(self._beat)
         self._judgement = office.errands.timers.new(self._judge_by_time)
         self._suspicion = office.errands.timers.new(self._look_at_suspects)
-        #: How many strangers the van has turned away, as far as it told.
+        #: How many unknown connections the van has reported as refused.
         self.turned_away = 0
         #: Called after a node is gone.
         self.on_departure: list[Callable[[], None]] = []
@@ -82,7 +82,7 @@ class FailureDetector:
         self._office.errands.timers.every(_PROCESS_INTERVAL_S, self._look_at_processes)
 
     def add(self, peer: str, now: float, node: NodeInfo | None = None) -> None:
-        """Watch a peer, whose loss matters from now on; ``node`` once it is known."""
+        """Watch a peer from now on; ``node`` is its entry in the roster, if known."""
         if node is not None:
             self._nodes[peer] = node
         connected = peer in self._connected
@@ -91,12 +91,12 @@ class FailureDetector:
             self._suspicion.set(min(self._suspicion.due, now + _SUSPECT_INTERVAL_S))
 
     def forget(self, peer: str) -> None:
-        """Stop watching a peer whose loss does not matter any more."""
+        """Stop watching a peer."""
         self._liveness.forget(peer)
         self._headway.forget(peer)
 
     def told(self, event: VanEvent, now: float) -> None:
-        """Act on what the van tells of a connection."""
+        """Act on an event of the van about a connection."""
         office = self._office
         if isinstance(event, Disconnected):
             if event.peer in office.membership.node_ids:
@@ -118,7 +118,7 @@ class FailureDetector:
             office.log.warn(f"refused {whom}{origin}: {event.reason}")
 
     def departed(self, gone: Gone) -> None:
-        """Drop a node that is gone, as ``membership`` knows; called by ``control``."""
+        """Drop a node that is gone. Called by ``control``, which has told ``membership``."""
         office = self._office
         error, node = gone.error, gone.node.node_id
         office.customers.pending.depart(node, error)
@@ -126,28 +126,28 @@ class FailureDetector:
         if not gone.left:
             self.forget(gone.node.uid)
             office.links.shut(gone.node.uid)
-            office.van.disconnect(gone.node.uid)  # its address may be somebody else's by now
+            office.van.disconnect(gone.node.uid)  # another process may have its address now
         elif not self.is_connected(gone.node.uid):
             self.disconnected(gone.node.uid, office.clock())
         for listener in self.on_departure:
             listener()
 
     def _ended_after_goodbye(self, peer: str) -> None:
-        """Drop a node that has said goodbye and is not there any more."""
+        """Drop a node that has said goodbye and has ended."""
         office = self._office
         node = office.membership.node_ids[peer]
         office.membership.ended.add(node)
         self._traffic.departed(node, office.membership.gone[node].error, left=False)
         self.forget(peer)
         office.links.release(peer)
-        office.van.disconnect(peer)  # its address may be somebody else's by now
+        office.van.disconnect(peer)  # another process may have its address now
 
     def is_connected(self, peer: str) -> bool:
         """Return whether the van has a connection with the peer."""
         return peer in self._connected
 
     def disconnected(self, peer: str, now: float, moved_bytes: int = 0) -> None:
-        """Note that the peer's connection, which brought this many bytes, has ended."""
+        """Note that a peer's connection, which carried ``moved_bytes``, has ended."""
         self._connected.discard(peer)
         if self._has_done(peer):
             self._ended_after_goodbye(peer)
@@ -172,7 +172,7 @@ class FailureDetector:
             self._lost(lost, now)
 
     def _has_done(self, peer: str) -> bool:
-        """Return whether a peer has said goodbye and has nothing to come back for."""
+        """Return whether a peer has said goodbye and does not need this node any more."""
         office = self._office
         node = office.membership.node_ids.get(peer)
         if node not in office.membership.told or not office.membership.is_leaving(node):
@@ -181,7 +181,7 @@ class FailureDetector:
 
     def _judge_by_time(self, now: float) -> None:
         if now - self._judge_at > _LATE_S:
-            # This node itself was held up: what its peers sent meanwhile is still to be read.
+            # This node itself was stopped; messages that peers sent meanwhile are still unread.
             self._liveness.forgive(now)
         self._judge_at = now + _JUDGE_INTERVAL_S
         self._judgement.set(self._judge_at)
@@ -194,7 +194,7 @@ class FailureDetector:
             office.links.send(node.uid, Beat(), (), office.membership.epoch, now)
 
     def _look_at_suspects(self, now: float) -> None:
-        """Look whether the processes of peers without a connection are gone."""
+        """Check whether the processes of peers without a connection have ended."""
         suspects = self._liveness.suspects()
         self._suspicion.set(now + _SUSPECT_INTERVAL_S if suspects else math.inf)
         for peer in suspects:
@@ -207,7 +207,7 @@ class FailureDetector:
             self._judge(now)
 
     def _look_at_processes(self, now: float) -> None:
-        """Look at all processes here: children may keep a dead one's connections."""
+        """Check all processes on this machine: children may keep a dead one's connections."""
         ended = [peer for peer in self._liveness.watched() if self._has_ended(peer)]
         for peer in ended:
             self._liveness.ended(peer, now)
@@ -215,7 +215,7 @@ class FailureDetector:
             self._judge(now)
 
     def _has_ended(self, peer: str) -> bool:
-        """Return whether a peer's process, of this machine, is known to be gone."""
+        """Return whether a peer's process was on this machine and has ended."""
         node = self._nodes.get(peer)
         if node is None or node.machine != machine_id() or node.pid == os.getpid():
             return False

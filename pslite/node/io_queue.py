@@ -1,11 +1,9 @@
-"""The queue and the timers of a node's I/O thread. A leaf.
+"""The queue and the timers of a node's I/O thread.
 
-What other threads have a node's I/O thread do: now, later, or after each step of its loop.
-
-Nothing here waits or holds a lock: threads hand over functions, and ``postoffice.py`` calls them
-when their turn comes. Every errand is run, also when the node ends before; those who come after the
-end does it himself, and finds the node's error set. A forked child has no I/O thread and is
-refused.
+Other threads give it functions to call on the I/O thread: now, later, or after each step of its
+loop. ``postoffice.py`` calls them. Nothing here waits or holds a lock. Every errand runs, also if
+the node ends first. A thread that comes after the end runs its errand itself, and finds the node's
+error set. A forked child does not have an I/O thread, so its calls raise an error.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from pslite.future import Future
 
 
 class Timer:
-    """A command that is due at one time after the other. Made by ``Timers.new``."""
+    """A command with a time at which it is due. Made by ``Timers.new``."""
 
     __slots__ = ("_timers", "command", "due", "is_errand")
 
@@ -32,9 +30,9 @@ class Timer:
     ) -> None:
         self._timers = timers
         self.command = command
-        #: Whether it is called once, at the end of the node if that comes before.
+        #: Whether to call it once, and at the end of the node if that is earlier.
         self.is_errand = is_errand
-        #: When it is called next; inf: not until ``set``.
+        #: When to call it next; inf: not before the next ``set``.
         self.due = math.inf
 
     def set(self, due: float) -> None:
@@ -49,11 +47,11 @@ class Timers:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        #: Where a timer was set again, its earlier entries are here still, with another time.
+        #: After a timer is set again, its older entries stay here with their old times.
         self._waiting: list[tuple[float, int, Timer]] = []
 
     def new(self, command: Callable[[float], None]) -> Timer:
-        """Make a timer, which is not set; ``command`` gets the time."""
+        """Make a timer that is not set yet; ``command`` is called with the time."""
         return Timer(self, command)
 
     def add(self, due: float, command: Callable[[], None]) -> None:
@@ -64,7 +62,7 @@ class Timers:
         Timer(self, lambda _: command(), is_errand=True).set(due)
 
     def every(self, interval_s: float, command: Callable[[float], None]) -> None:
-        """Have ``run`` call ``command`` at once, and again in each such interval."""
+        """Schedule ``command`` for the next ``run``, and again after each interval."""
 
         def again(now: float) -> None:
             timer.set(now + interval_s)
@@ -74,18 +72,18 @@ class Timers:
         timer.set(-math.inf)
 
     def push(self, timer: Timer) -> None:
-        """Note when a timer is due. For ``Timer.set``."""
+        """Add an entry for a timer. For ``Timer.set``."""
         heapq.heappush(self._waiting, (timer.due, next(self._numbers), timer))
 
     def next_due(self) -> float:
-        """Return when ``run`` has something to do."""
+        """Return when the next command is due."""
         waiting = self._waiting
         while waiting and waiting[0][0] != waiting[0][2].due:
             heapq.heappop(waiting)
         return waiting[0][0] if waiting else math.inf
 
     def run(self, now: float) -> None:
-        """Call what is due."""
+        """Call the commands that are due."""
         while self._waiting and self._waiting[0][0] <= now:
             due, _, timer = heapq.heappop(self._waiting)
             if due == timer.due:
@@ -93,18 +91,19 @@ class Timers:
                 timer.command(now)
 
     def errands(self) -> list[Timer]:
-        """Return the commands that have not been called, ordered by their times."""
+        """Return the timers made by ``add`` that still wait, ordered by their times."""
         return [timer for _, _, timer in sorted(self._waiting) if timer.is_errand]
 
     def end(self) -> None:
-        """Call what was added, now; what becomes due again is over."""
+        """Call each waiting command of ``add`` now, and drop all other timers."""
         errands = self.errands()
         self._waiting.clear()
         for timer in errands:
             timer.command(math.inf)
 
 
-# Which process this is. Kept, since ``os.getpid`` asks the kernel, and each call of a store asks.
+# The id of this process. Kept, because ``os.getpid`` is a system call and every call of a store
+# needs it.
 _pid = os.getpid()
 
 
@@ -117,39 +116,39 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class Errands:
-    """The queue of calls for a node's I/O thread; ``wake`` ends its poll."""
+    """The queue of calls for a node's I/O thread; ``wake`` interrupts its poll."""
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float]) -> None:
         self._wake = wake
         self._clock = clock
         self._pid = _pid
         self._ended = False
-        #: The I/O thread; None where somebody else drives the node.
+        #: The I/O thread; None if the simulator drives the node.
         self.thread: threading.Thread | None = None
-        #: What ``run`` has to do.
+        #: The functions that ``run`` must call.
         self.commands: deque[Callable[[], None]] = deque()
         self.timers = Timers()
-        #: What ``look`` has to do.
+        #: The functions that ``look`` must call.
         self.looks: list[Callable[[], bool]] = []
 
     # -- from any thread ---------------------------------------------------------------
 
     def call(self, command: Callable[[], None]) -> None:
-        """Have ``command`` run on the I/O thread; returns at once.
+        """Schedule ``command`` for the I/O thread; return at once.
 
         Raises:
-            UsageError: this is a forked child, which has no I/O thread: nothing would happen.
+            UsageError: this is a forked child, which does not have an I/O thread.
         """
         self.check_process()
         self.commands.append(command)
         if self._ended:
-            # No other thread will: the node's error is set, and commands look at that.
+            # No other thread will run it. Commands check the node's error, which is set.
             self.run()
         elif threading.current_thread() is not self.thread:
             self._wake()
 
     def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
-        """Have ``command`` run on the I/O thread, after so long or when the node ends.
+        """Schedule ``command`` for the I/O thread, after a delay or when the node ends.
 
         Returns at once. Raises as ``call`` does.
         """
@@ -163,7 +162,7 @@ class Errands:
         self.call(set_timer)
 
     def perform(self, action: Callable[[], None]) -> Future[None]:
-        """Have ``action`` run on the I/O thread; completes when it is done."""
+        """Schedule ``action`` for the I/O thread; the future completes when it is done."""
         future: Future[None] = Future("the I/O thread")
 
         def run() -> None:
@@ -202,7 +201,7 @@ class Errands:
         self.looks.append(look)
 
     def run(self) -> bool:
-        """Call the commands that are there. Whether there were any."""
+        """Call the waiting commands; return whether there were any."""
         commands = self.commands
         worked = bool(commands)
         while commands:
@@ -214,16 +213,16 @@ class Errands:
         return worked
 
     def look(self) -> None:
-        """Call what looks after each step."""
+        """Call the functions of ``look_after_each_step``."""
         self.looks = [look for look in self.looks if not look()]
 
     @property
     def has_work(self) -> bool:
-        """Whether a caller wants something done now or later."""
+        """Whether commands, timers of ``add`` or looks are waiting."""
         return bool(self.commands or self.looks or self.timers.errands())
 
     def end(self) -> None:
-        """Run all that callers wanted after the last step, what was for later too."""
+        """Run all waiting commands and timers of ``add``, after the last step."""
         self._ended = True
         self.run()
         self.timers.end()

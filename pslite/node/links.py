@@ -1,10 +1,9 @@
-"""``Links``: exactly-once messages to and from peers (I/O thread).
+"""``Links``: sends and receives messages exactly once (I/O thread).
 
 A ``Links`` owns one ``Channel`` per peer (``protocol/channel.py``) and turns messages into
-frames and back (``wire/codec.py``). It checks what every transmission must have - version,
-job, the incarnation it is meant for - and drops what does not fit: a stranger's bytes cost a
-counter, never an exception, and no memory that grows. Who may say what is decided above, in
-``postoffice.py``.
+frames and back (``wire/codec.py``). It checks the version, the job and the receiver's incarnation
+of every transmission, and drops and counts wrong ones. Bytes from unknown senders never cause an
+exception or use up memory. ``message_filter.py`` decides which messages a sender may send.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from pslite.van.base import Received, Van, size_of
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
 from pslite.wire.messages import Accepted, Message, Refused, StatusQuestion
 
-#: Frames shorter than this are always sent by copy, so they do not count as under way.
+#: Payloads smaller than this do not count as in flight: their frames are sent by copy.
 _SMALL_BYTES = 4096
-#: Acceptances wait so long for a message that tells them, and only while it is so few bytes (by
-#: default). Each that goes alone wakes up two threads on either side.
+#: An acceptance waits at most this long for a message that can carry it, and only while it is for
+#: fewer bytes than this. A message of its own wakes up two threads at each end.
 TELL_AFTER_S = 0.005
 TELL_BYTES = 8 << 20
-#: At most this many conversations with nodes that are not vouched for (``know``) are kept.
+#: The most channels to keep with nodes that are not known (``know``).
 MAX_STRANGERS = 4096
-#: What is dropped is counted under these, so that no peer can invent further reasons.
+#: The reasons under which dropped messages are counted; peers cannot add others.
 MALFORMED = "not a valid message of this protocol"
 FROM_LOST = "from a node that was declared lost"
 OTHER_JOB = "another job"
@@ -39,11 +38,11 @@ OTHER_SENDER = "sent by another process with a known name"
 _MAX_REMARK = 200
 
 Objection = Callable[[str, Message, Sequence[Any]], "str | None"]
-"""Why a message (peer, message, frames) is not taken in now; None where it is."""
+"""A function of (peer, message, frames) that returns why to drop it now, or None."""
 
 
 class Delivery(NamedTuple):
-    """A message that arrived, for the first time."""
+    """A received message that is not a repetition."""
 
     peer: str
     incarnation: int
@@ -56,12 +55,12 @@ class Delivery(NamedTuple):
 class _PeerTraffic:
     channel: Channel
     incarnation: int = 0
-    #: What went through the van: headers and repetitions too, shared memory not.
+    #: The bytes through the van: with headers and repetitions, without shared memory.
     sent_bytes: int = 0
     received_bytes: int = 0
-    #: How much has got through, in either direction: messages, each once.
+    #: The number of messages that got through in either direction, without repetitions.
     progress: int = 0
-    #: Payload that is accepted here, and the peer does not know it.
+    #: Payload bytes that this node has accepted without having told the peer.
     untold_bytes: int = 0
 
 
@@ -89,17 +88,17 @@ class Links:
         self._objection = objection
         self._sharing = sharing
         self._peers: dict[str, _PeerTraffic] = {}
-        #: Those of them that only spoke to us, in order of their first word.
+        #: The unknown peers to which this node sent no message of its own, oldest first.
         self._strangers: dict[str, None] = {}
         self._known: set[str] = set()
-        #: Peer -> when it is to be told what has been accepted, 0.0 until that is known. In order
-        #: of arrival; a set of names would be in an order of its own in every process.
+        #: Peer -> when to tell it what was accepted; 0.0 until that is decided. A dict keeps the
+        #: order of arrival; the order of a set would differ in every process.
         self._tell_at: dict[str, float] = {}
         self._closed: set[str] = set()
         self._released: set[str] = set()
-        #: What arrived and was dropped, by reason.
+        #: The number of dropped messages, by reason.
         self.dropped: Counter[str] = Counter()
-        #: What was wrong with the malformed message that came last.
+        #: The error of the last malformed message.
         self.last_malformed = ""
         self.repeated = 0
 
@@ -108,10 +107,10 @@ class Links:
     def send(
         self, peer: str, message: Message, frames: Sequence[Any], epoch: int, now: float
     ) -> None:
-        """Send a message. Frames are kept by reference until the peer has accepted them.
+        """Send a message; keep its frames by reference until the peer has accepted them.
 
-        Nothing happens when the peer is gone. What cannot be encoded or carried (a number over
-        64 bits, a frame over the van's limit) raises and leaves no trace.
+        If the peer is gone, this has no effect. If the message cannot be encoded or sent (a number
+        over 64 bits, a frame over the van's limit), it raises an error and has no other effect.
         """
         if peer in self._closed or (peer in self._released and message.RELIABLE):
             return
@@ -134,7 +133,7 @@ class Links:
             self._transmit(peer, entry, Outgoing(0, epoch, message, frames, 0, now))
 
     def send_unnumbered(self, peer: str, message: Message) -> None:
-        """Send to a stranger, with whom no conversation is to begin."""
+        """Send a message without a channel, to a peer that is not known."""
         self._send_unnumbered(peer, message, self._job)
 
     def _send_unnumbered(self, peer: str, message: Message, job: str) -> None:
@@ -165,31 +164,30 @@ class Links:
             self._trace("=>", peer, outgoing.message, outgoing.frames)
 
     def progress(self, peer: str) -> int:
-        """Return a number that grows with all that gets through to a peer, or from it."""
+        """Return how many messages got through to a peer or from it."""
         entry = self._peers.get(peer)
         return 0 if entry is None else entry.progress
 
     def unaccepted_bytes(self, peer: str) -> int:
-        """Return the payload bytes on the way to a peer that it has not accepted."""
+        """Return the payload bytes in flight to a peer."""
         entry = self._peers.get(peer)
         return 0 if entry is None else entry.channel.unaccepted_bytes
 
     def byte_counts(self) -> dict[str, tuple[int, int]]:
         """Return the bytes (sent to, received from) each peer. From any thread.
 
-        Headers and repetitions count, what travels through shared memory does not. Peers that
-        were lost are not in it any more.
+        Headers and repetitions count; bytes in shared memory do not. Lost peers are not included.
         """
         entries = list(self._peers.items())
         return {peer: (entry.sent_bytes, entry.received_bytes) for peer, entry in entries}
 
     def everything_accepted(self, peers: Sequence[str] | None = None) -> bool:
-        """Return whether these peers (all, when None) have accepted everything."""
+        """Return whether these peers (None: all) have accepted all messages."""
         entries = self._peers.values() if peers is None else self._entries(peers)
         return all(entry.channel.everything_accepted for entry in entries)
 
     def unaccepted(self) -> dict[str, tuple[int, int]]:
-        """Return (messages, bytes of large ones) that each peer has still to accept."""
+        """Return (messages, bytes of large ones) that each peer has not accepted yet."""
         return {
             peer: (entry.channel.num_unaccepted, entry.channel.unaccepted_bytes)
             for peer, entry in self._peers.items()
@@ -202,7 +200,7 @@ class Links:
     # -- receiving ---------------------------------------------------------------------
 
     def receive(self, event: Received) -> Delivery | None:
-        """Return the message in a transmission, if it is new and meant for this node."""
+        """Return the message in a transmission if it is new and for this node; else None."""
         if event.peer in self._closed:
             self.dropped[FROM_LOST] += 1
             return None
@@ -220,10 +218,10 @@ class Links:
             self.dropped[OTHER_RECEIVER] += 1
             return None
         if type(message) is Refused and envelope.sequence == 0:
-            # Of another job, perhaps, which does not say its id: no conversation begins.
+            # Perhaps from another job, which does not tell its id: do not make a channel.
             return Delivery(event.peer, envelope.sender, 0, message, ())
         if self._objection is not None:
-            # Before it is accepted: what is merely too early will come again.
+            # Check before acceptance: a message that is only too early is sent again.
             reason = self._objection(event.peer, message, event.frames)
             if reason is not None:
                 self.dropped[reason] += 1
@@ -231,7 +229,7 @@ class Links:
         entry = self._peers.get(event.peer)
         if entry is None:
             if type(message) is StatusQuestion:
-                # An observer: it is answered, and no conversation begins.
+                # From an observer, which gets an answer without a channel.
                 return Delivery(event.peer, envelope.sender, 0, message, ())
             entry = self._new_stranger(event.peer)
         if entry.incarnation == 0:
@@ -264,7 +262,7 @@ class Links:
         self.dropped[MALFORMED] += 1
 
     def _refuse_job(self, peer: str, theirs: str) -> None:
-        """Refuse a message of another job, without telling this job's id."""
+        """Refuse a message of another job, without revealing this job's id."""
         refusal = Refused(
             ConfigError.__name__,
             f"this node does not belong to the job {theirs[:_MAX_REMARK]!r} of the message: two "
@@ -273,7 +271,7 @@ class Links:
         self._send_unnumbered(peer, refusal, "")
 
     def know(self, peer: str) -> None:
-        """Keep the conversation with a vouched-for peer as long as this node."""
+        """Keep the channel of this peer from now on: it is a node of the job."""
         self._known.add(peer)
         self._strangers.pop(peer, None)
 
@@ -284,7 +282,7 @@ class Links:
         return entry
 
     def _new_stranger(self, peer: str) -> _PeerTraffic:
-        """Begin a conversation with a peer; a stranger's oldest one makes room."""
+        """Make a channel for a peer; drop the oldest unknown one if they are too many."""
         if peer not in self._known:
             if len(self._strangers) >= MAX_STRANGERS:
                 oldest = next(iter(self._strangers))
@@ -297,10 +295,10 @@ class Links:
     # -- time --------------------------------------------------------------------------
 
     def flush(self, epoch: int, now: float, *, at_once: bool = False) -> None:
-        """Tell the peers what has been accepted, if it is time; any message tells it.
+        """Send acceptances that are due in messages of their own.
 
-        An answer is often on its way, so it pays to wait a moment. Not for long, and not when
-        much has come: the sender's credits depend on it.
+        Every message carries acceptances, and often an answer follows soon. So an acceptance waits
+        for it, but only for a short time and a few bytes, because the sender's credits need it.
         """
         for peer, due_at in list(self._tell_at.items()):
             if at_once or now >= due_at > 0.0 or self._peers[peer].untold_bytes >= self._tell_bytes:
@@ -309,13 +307,13 @@ class Links:
                 self._tell_at[peer] = now + TELL_AFTER_S
 
     def resend(self, now: float) -> None:
-        """Send again what should have been accepted by now."""
+        """Send messages again that should have been accepted by now."""
         for peer, entry in self._peers.items():
             if now >= entry.channel.next_due:
                 self._repeat(peer, entry, now, at_once=False)
 
     def reconnected(self, peer: str, now: float) -> None:
-        """Send again what was under way, and may be lost: the connection is back."""
+        """Send messages in flight again: the connection is back, and they may be lost."""
         entry = self._peers.get(peer)
         if entry is not None:
             self._repeat(peer, entry, now, at_once=True)
@@ -326,7 +324,7 @@ class Links:
             self._transmit(peer, entry, outgoing)
 
     def next_due(self) -> float:
-        """Return when ``resend`` or ``flush`` has something to look at."""
+        """Return when ``resend`` or ``flush`` is due."""
         soonest = min(self._tell_at.values(), default=math.inf)
         for entry in self._peers.values():
             if entry.channel.next_due < soonest:
@@ -334,14 +332,14 @@ class Links:
         return soonest
 
     def release(self, peer: str) -> None:
-        """Drop what is under way to a peer that said goodbye; its own may come again."""
+        """Drop messages in flight to a peer that said goodbye; still receive from it."""
         self._released.add(peer)
         entry = self._peers.get(peer)
         if entry is not None:
             entry.channel.drop_outgoing()
 
     def shut(self, peer: str) -> None:
-        """Drop what is under way to a lost peer, and refuse what comes from it."""
+        """Drop messages in flight to a lost peer, and all later messages from it."""
         self._closed.add(peer)
         self._peers.pop(peer, None)
         self._strangers.pop(peer, None)
@@ -350,6 +348,6 @@ class Links:
 
 
 def _is_for_any_job(envelope: Envelope) -> bool:
-    """Return whether this is a refusal, or a question of an observer without a job id."""
+    """Return whether this is a refusal, or an observer's question without a job id."""
     kind = type(envelope.message)
     return kind is Refused or (kind is StatusQuestion and not envelope.job)

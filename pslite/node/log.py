@@ -1,13 +1,13 @@
 """``Log``: the log lines of a node, in the format of ps-lite.
 
-Level 1 (PS_VERBOSE=1) shows connections, level 2 every message as well; warnings and errors
-always appear. A ``Log`` belongs to one node, so two clusters in one process do not mix. Lines go
-to the logger ``pslite`` of Python's ``logging`` where the application has given that or the root
-logger a handler, and to stderr with date and time where it has not.
+Level 1 (PS_VERBOSE=1) shows connections, level 2 also every message; warnings and errors always
+appear. A ``Log`` belongs to one node, so lines of two clusters in one process do not mix. If the
+application has given a handler to Python's logger ``pslite`` or to the root logger, lines go
+there; otherwise they go to stderr with date and time.
 
-Nothing here ends a node: a line that cannot be written (a full disk, a pipe without a reader
-more, a closed descriptor) is counted, and the next line that can be written tells how many are
-missing and why.
+A failed write never ends a node. If a line cannot be written (a full disk, a pipe without a
+reader, a closed descriptor), it is counted, and the next line that can be written says how many
+are missing and why.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_TOPICS = 256
 def to_stderr(line: str) -> None:
     """Write one whole line at once, so that lines of several processes do not mix.
 
-    Raises ``OSError`` or ``ValueError`` where standard error takes nothing.
+    Raises ``OSError`` or ``ValueError`` if standard error cannot be written.
     """
     if sys.stderr is None:
         raise OSError("it is closed")
@@ -41,48 +41,48 @@ def to_stderr(line: str) -> None:
 
 
 def try_to_stderr(line: str) -> bool:
-    """Write a line said outside of a node; return whether that worked."""
+    """Write a line that does not belong to a node; return whether that worked."""
     try:
         to_stderr(line)
-    except Exception:  # also what somebody's replacement of sys.stderr raises
+    except Exception:  # a replacement of sys.stderr may raise any exception
         return False
     return True
 
 
 def label(node: NodeInfo) -> str:
-    """Return a node's name as in the lines of ps-lite: ``S[8]``."""
+    """Return a node's name as in ps-lite's log lines, such as ``S[8]``."""
     return f"{Role(node.role).letter}[{node.node_id}]"
 
 
 class Log:
-    """Writes a node's lines. ``name`` changes once the node knows its rank."""
+    """Writes a node's log lines. ``name`` changes once the node knows its rank."""
 
     def __init__(self, name: str, level: int, write: Write | None = None) -> None:
         self.name = name
         self.level = level
         self._write = write
         self._labels: dict[str, str] = {}
-        #: Lines that could not be written since the last one that could.
+        #: The number of lines that could not be written since the last written line.
         self._num_lost = 0
         self._why_lost = ""
-        #: Topic -> when a warning on it may appear again, and how many were left out.
+        #: Topic -> when its next warning may appear, and how many were left out.
         self._quiet: dict[str, tuple[float, int]] = {}
 
     def learn(self, roster: Iterable[NodeInfo]) -> None:
-        """Show these nodes by their labels, not by their vans' names, from here on."""
+        """Use labels instead of van names for these nodes from now on."""
         self._labels.update((node.uid, label(node)) for node in roster)
 
     def info(self, level: int, text: str) -> None:
-        """Write a line that appears from ``level`` on (0: always)."""
+        """Write a line if PS_VERBOSE is at least ``level`` (0: always)."""
         if level <= self.level:
             self._line(text, logging.INFO)
 
     def warn(self, text: str) -> None:
-        """Report a problem that the job survives."""
+        """Write a warning: a problem that does not end the job."""
         self._line(text, logging.WARNING)
 
     def warn_seldom(self, topic: str, text: str) -> None:
-        """Warn of one topic once in a while, so that peers cannot fill a log."""
+        """Write at most one warning of a topic in ten seconds, so that peers cannot flood it."""
         now = time.monotonic()
         if topic not in self._quiet and len(self._quiet) >= _MAX_TOPICS:
             topic = ""
@@ -94,11 +94,11 @@ class Log:
         self.warn(f"{text} (and {left_out} more like it)" if left_out else text)
 
     def error(self, text: str) -> None:
-        """Log an error after which this node cannot continue."""
+        """Write an error."""
         self._line(text, logging.ERROR)
 
     def trace(self, direction: str, peer: str, message: Message, frames: Sequence[Any]) -> None:
-        """Show one message, as PS_VERBOSE=2 does."""
+        """Write a line about one message, for PS_VERBOSE=2."""
         sizes = "".join(f" data_size={len(frame)}" for frame in frames)
         body = f" Body:{sizes}" if sizes else ""
         self._line(
@@ -113,7 +113,7 @@ class Log:
                 self._put(lost, logging.WARNING)
                 self._num_lost = 0
             self._put(text, level)
-        except Exception as error:  # a line less is better than a node less
+        except Exception as error:  # losing a line is better than losing the node
             self._num_lost += 1
             self._why_lost = f"could not be written ({error})"
 

@@ -1,7 +1,8 @@
 """``MemberControl``: joining, barriers and leaving of workers and servers.
 
-Joining (with a deadline and a line every few seconds that says who is missing), barriers,
-goodbyes, and what follows when another node is gone. ``scheduler.py`` is the other side.
+It joins the cluster (with a deadline, and a log line every few seconds that says who is missing),
+enters barriers, says goodbye, and acts when other nodes are gone. ``scheduler.py`` is the other
+side.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from pslite.wire.messages import (
 #: How much longer than the scheduler a node waits for the cluster to be complete.
 _GRACE_S = 1.0
 
-#: A node that still runs this long after the scheduler was lost continues without it. Longer than
-#: the launcher waits between an interrupt, which ends the scheduler first, and SIGTERM.
+#: If a node still runs this long after the loss of the scheduler, it warns and continues without
+#: it. This is longer than the launcher's wait between an interrupt, which ends the scheduler first,
+#: and SIGTERM.
 _WARN_AFTER_S = 3.5
 
 
@@ -58,7 +60,7 @@ class MemberControl(NodeControl):
         self._scheduler_error: NodeLostError | None = None
         self._warning = office.errands.timers.new(self._warn)
         self._leaving = False
-        #: Workers that have left, as the scheduler says, and whose own goodbye is on its way.
+        #: Workers that have left according to the scheduler, and whose own goodbye is in flight.
         self._goodbyes: set[str] = set()
 
     # -- joining -----------------------------------------------------------------------
@@ -81,7 +83,7 @@ class MemberControl(NodeControl):
         elif isinstance(message, Roster):
             try:
                 self._complete(message, now)
-            except ConfigError as error:  # this machine's limit, and not a message that is wrong
+            except ConfigError as error:  # a limit of this machine, not a wrong message
                 self._office.fail(error)
         elif isinstance(message, Waiting):
             self._still_waiting(message, now)
@@ -121,12 +123,12 @@ class MemberControl(NodeControl):
     def _still_waiting(self, message: Waiting, now: float) -> None:
         is_answer = self._waiting is None
         self._waiting = message
-        # The scheduler speaks, so its clock decides: a node that gave up a moment before it
-        # would look like a lost one to all the others.
+        # The scheduler has answered, so its deadline decides: if this node gave up a moment
+        # earlier, it would look like a lost node to the others.
         left_s = self._office.config.rendezvous_timeout_s - message.waited_s
         self._deadline.set(now + max(left_s, 0.0) + _GRACE_S)
         if is_answer:
-            # To the registration: from here on the scheduler's loss is ours, and it speaks.
+            # The answer to the registration: from now on watch the scheduler, which sends reports.
             self._office.watch.add(SCHEDULER, now)
             self._roster_line.set(now + 2 * self._office.config.roster_interval_s)
         else:
@@ -134,7 +136,7 @@ class MemberControl(NodeControl):
 
     def _say_who_is_missing(self, now: float) -> None:
         config, office = self._office.config, self._office
-        # Once the scheduler speaks, at the same interval, only its silence makes us repeat it.
+        # The scheduler reports at the same interval, so log by this timer only if it is silent.
         intervals = 1 if self._waiting is None else 2
         self._roster_line.set(now + intervals * config.roster_interval_s)
         waited_s = now - self._began_at
@@ -202,7 +204,7 @@ class MemberControl(NodeControl):
     def lost(self, peer: str, reason: str, now: float) -> None:
         office = self._office
         if self._leaving and not office.traffic.awaits(peer):
-            # It may end as soon as it has heard our goodbye: only what it was asked is lost.
+            # The peer may end after this node's goodbye: fail only the requests to it.
             for info in office.membership.roster:
                 if info.uid == peer:
                     sentence = f"{info.title} ended without an answer: {reason}"
@@ -222,13 +224,13 @@ class MemberControl(NodeControl):
         node = office.membership.node_ids.get(peer)
         if node is None:
             return
-        # Who has failed already knows the cause, and must not wait for the acceptance of the dead.
+        # A failed node knows the cause, and must not wait until a dead node accepts messages.
         looks_for_cause = office.error is None and self._scheduler_error is None
         if not (looks_for_cause and self._hearsay.puts_off(node, reason, now)):
             self._depart(node, left=False, reason=reason)
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
-        """Note that a member has lost another; whether that is so, the scheduler says."""
+        """Note that a member reports a loss, which the scheduler will confirm or not."""
         if ends_itself(message, speaker):
             self._office.membership.ending.add(speaker)
         lost = loss_in(message, speaker)
@@ -238,14 +240,14 @@ class MemberControl(NodeControl):
             self._believe()
 
     def _believe(self) -> None:
-        """Believe a member that ends itself: without a scheduler, its word decides."""
+        """Act on losses reported by members that end, as there is no scheduler to decide."""
         office = self._office
         for speaker, about, reason in self._hearsay.words():
             if speaker in office.membership.ending and office.membership.node(about) != office.info:
                 self._depart(about, left=False, reason=reason)
 
     def _members_changed(self, peer: str, message: Members, now: float) -> None:
-        """Hear who is gone. It counts if the scheduler says it, who looks for itself."""
+        """Handle news of gone nodes: act on the scheduler's, note those of members."""
         office = self._office
         speaker = office.membership.node_ids.get(peer)
         if speaker is None:
@@ -254,7 +256,7 @@ class MemberControl(NodeControl):
             self._hear(speaker, message, now)
             return
         if 0 in message.left:
-            office.membership.ending.add(speaker)  # the scheduler has failed over this loss
+            office.membership.ending.add(speaker)  # the scheduler has failed because of this loss
         for node, left, reason in zip(message.gone, message.left, message.reasons, strict=True):
             uid = office.membership.uids.get(node, "")
             if left and node not in office.membership.gone and office.watch.is_connected(uid):
@@ -270,7 +272,7 @@ class MemberControl(NodeControl):
             self._said_goodbye(node)
 
     def _gone(self, gone: Gone, *, is_news: bool) -> None:
-        """End this node with a lost worker or server: each loss ends the job."""
+        """Act on a gone node: the loss of a worker or server ends this node too."""
         office = self._office
         if gone.node.role == Role.SCHEDULER.value:
             self._scheduler_gone(gone.error, is_news=is_news)
@@ -278,7 +280,7 @@ class MemberControl(NodeControl):
             if is_news:
                 self._pass_on(gone)
             office.fail(gone.error)
-            # What is under way to it will never be accepted: nothing to wait for at the end.
+            # Drop messages in flight to it: they will never be accepted.
             office.links.shut(gone.node.uid)
             office.van.disconnect(gone.node.uid)
             return
@@ -289,16 +291,16 @@ class MemberControl(NodeControl):
         self._expect_no_goodbye(peer)
 
     def _expect_no_goodbye(self, peer: str) -> None:
-        """Note that a peer has said goodbye to this node, or cannot any more."""
+        """Stop waiting for a peer's goodbye: it has arrived, or cannot arrive any more."""
         if peer in self._goodbyes:
             self._goodbyes.discard(peer)
             self._finish_if_done()
 
     def _finish_if_done(self) -> None:
-        """End a server after the last worker, once that one's own goodbye is here.
+        """End a server after the last worker has left and its own goodbye has arrived.
 
-        The scheduler's news of it may come first. A worker whose goodbye the server
-        does not take would wait for this node until it counts as lost.
+        The scheduler's news of the goodbye may arrive first. If the server ended then, the worker
+        would wait for the acceptance of its goodbye until this node counts as lost.
         """
         office = self._office
         is_last = office.role is Role.SERVER and not office.membership.live(Role.WORKER)
@@ -318,7 +320,7 @@ class MemberControl(NodeControl):
     def _scheduler_gone(self, error: NodeLostError, *, is_news: bool) -> None:
         self._scheduler_error = error
         if is_news:
-            # What ends a whole job ends the scheduler, too: this node may be the next.
+            # If the whole job is being ended, this node will end soon too, so warn later.
             self._warning.set(self._office.clock() + _WARN_AFTER_S)
         self._end_barriers(error)
         self._believe()

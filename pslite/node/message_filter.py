@@ -1,9 +1,9 @@
 """``Admission``: which senders' messages a node accepts. Pure.
 
-Before: what members will turn out to have sent waits here, so much and no more; the rest is not
-accepted, so its senders come back to it. Afterwards: who is not in the roster is not heard, and
-who is says only what is for its role to say.
-Used on the I/O thread by ``postoffice.py``, which asks before a message is accepted.
+Before the roster arrives, this node keeps messages of possible members, up to a limit. Further
+messages are not accepted, so their senders repeat them. After the roster has arrived, it accepts
+messages only from nodes of the roster, and only those that their role may send. ``postoffice.py``
+asks on the I/O thread, before a message is accepted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pslite.node.same_machine import MESSAGES as NEARBY_MESSAGES
 from pslite.van.base import size_of
 from pslite.wire.messages import SENDERS, Message, Register, Request, Response, StatusQuestion
 
-#: What only nodes of the roster may send, besides what ``control`` handles.
+#: The messages of roster nodes that ``control`` does not handle.
 FROM_MEMBERS: frozenset[type[Message]] = frozenset(
     {Request, Response, *NEARBY_MESSAGES, *DATA_MESSAGES}
 )
 MAX_EARLY = 16_384
 MAX_EARLY_BYTES = 256 << 20
 
-# Reasons, as ``Links`` counts them.
+# The reasons under which ``Links`` counts dropped messages.
 EARLY = "too many messages before the roster arrived"
 UNLISTED = "from a node that the roster does not list"
 OUT_OF_ROLE = "from a node whose role does not send it"
@@ -41,9 +41,9 @@ class Admission:
         self._listed: Mapping[str, str] | None = None
 
     def objection(self, peer: str, message: Message, frames: Sequence[Any]) -> str | None:
-        """Return why a message of ``peer`` is not taken in now; None where it is."""
+        """Return why to drop a message of ``peer`` now; None to accept it."""
         if self._listed is not None:
-            # Who registers too late is told so by the scheduler, and observers are answered.
+            # The scheduler answers late registrations with a refusal, and answers observers.
             is_answered = self._takes_registrations and type(message) in (Register, StatusQuestion)
             if is_answered:
                 return None
@@ -55,13 +55,13 @@ class Admission:
         return None if has_room else EARLY
 
     def keep(self, delivery: Delivery) -> None:
-        """Keep a message whose sender has got the roster earlier than this node."""
+        """Keep a message whose sender has received the roster before this node."""
         if self._listed is None:
             self._early.append(delivery)
             self._early_bytes += sum(map(size_of, delivery.frames))
 
     def complete(self, listed: Mapping[str, str]) -> list[Delivery]:
-        """Take in the roster, peers by role; return what has waited for it."""
+        """Set the roster (peer -> role); return the kept messages of its nodes."""
         early, self._early, self._early_bytes = self._early, [], 0
         self._listed = listed
         return [each for each in early if self._misplaced(each.peer, each.message) is None]

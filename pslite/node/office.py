@@ -1,4 +1,4 @@
-"""The interfaces of a node for its parts, instead of ``Postoffice``."""
+"""Interfaces of a node that its parts use instead of the class ``Postoffice``."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Control(Protocol):
         """Handle a message of the control plane."""
 
     def lost(self, peer: str, reason: str, now: float) -> None:
-        """Act on the loss of a watched peer, which said no goodbye."""
+        """Act on the loss of a watched peer."""
 
     def disconnected(self, peer: str) -> None:
         """Note that the connection with a peer has ended."""
 
     def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
-        """Enter a barrier; completes ``future`` when it is over."""
+        """Enter a barrier; complete ``future`` when all nodes of the group have."""
 
     def say_goodbye(self) -> None:
-        """Tell the others that this node has got all it wants."""
+        """Tell the other nodes that this node is done."""
 
     def fail(self, error: BaseException) -> None:
-        """End every wait with ``error``: nothing can be done any more."""
+        """End every wait with ``error``: the node has failed."""
 
 
 class Office(Protocol):
@@ -69,7 +69,7 @@ class Office(Protocol):
         """The role of this node in the cluster."""
 
     def send(self, node: int, message: Message, frames: Sequence[Any] = ()) -> None:
-        """Send to a node of the roster; nothing happens when it is gone."""
+        """Send to a node of the roster; has no effect if the node is gone."""
 
     def fail(self, error: BaseException) -> None:
-        """End every wait of this node with ``error``, now and from now on."""
+        """End every wait of this node with ``error``, also later ones."""

@@ -1,8 +1,8 @@
 """The thread pool of a server: each thread has its own lanes.
 
-Work of one lane runs in order and never at the same time as other work of that lane, so what
-belongs to a lane (a part's memory) needs no lock. Results are handed over by ``done``, which
-the node lets run on its I/O thread. Only that thread submits.
+The work of one lane runs in order, and never two pieces at the same time. So the data of a lane (a
+part's memory) needs no lock. Only the I/O thread submits work. The work passes its results back to
+the I/O thread by the node's queue (``io_queue.py``).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class Pool(Protocol):
         """Run ``work`` after all earlier work of ``lane``. Work must not raise."""
 
     def is_idle(self, lane: int) -> bool:
-        """Return whether all work of ``lane`` is done, so that its thread is not needed.
+        """Return whether all work of ``lane`` is done.
 
-        On the thread that submits. What is quick may then be done right there: until the next
-        ``submit`` no other thread works on that lane.
+        Only for the thread that submits. It may then do quick work itself, because no other thread
+        works on this lane before the next ``submit``.
         """
 
     @property
     def num_jobs(self) -> int:
-        """How much of what was submitted is not done yet. For the reader of a report."""
+        """The number of submitted pieces of work that are not done yet."""
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Finish what was submitted, then stop; whether that was done in time. Idempotent.
+        """Finish the submitted work and stop; return whether it was done in time. Idempotent.
 
-        What is still at work afterwards ends with the process.
+        Work that still runs after that ends with the process.
         """
 
 
@@ -61,10 +61,10 @@ class ThreadPool:
     """Runs work on ``num_threads`` threads; lane n belongs to thread n modulo that."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        #: Told what work has raised against the rule; the thread continues.
+        #: Called with an exception of work, which must not raise; the thread continues.
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._queues: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in range(num_threads)]
-        #: Works of each thread: submitted (counted by who submits), and done (by the thread).
+        #: For each thread: pieces of work submitted (the submitter counts), and done (it counts).
         self._submitted = [0] * num_threads
         self._done = [0] * num_threads
         self._threads = [
@@ -103,7 +103,7 @@ class ThreadPool:
         while (work := queue.get()) is not None:
             try:
                 work()
-            except BaseException as error:  # those who wait for it must not wait for ever
+            except BaseException as error:  # code that waits for it must not wait for ever
                 self.on_failure(error)
-            del work  # and what it worked on, which may be large
+            del work  # frees its data, which may be large
             self._done[index] += 1

@@ -1,12 +1,12 @@
-"""``Postoffice``: a node: the pure protocol and a van on one I/O thread.
+"""``Postoffice``: a node, with the pure protocol and a van on one I/O thread.
 
-``step`` is the whole life of a node: take what the van has, carry out what other threads
-asked for (``io_queue.py``), look at the clock, send what may be sent. A node is driven by its own
-I/O thread (``start_thread``) or, in the simulator, by somebody who calls ``step`` and owns the
-clock. What depends on the role stands in ``member.py`` (members) and ``scheduler.py``; who is who
-in ``protocol/membership.py``; how data moves in ``plane/``; nodes of one machine in
-``same_machine.py``; apps use ``customer.py``. Nothing on the I/O thread waits, and other threads
-may use only what says so, and futures.
+A node repeats ``step``: receive events from the van, run the commands of other threads
+(``io_queue.py``), run timers that are due, send messages that may be sent. Its own I/O thread does
+this (``start_thread``), or the simulator, which calls ``step`` and sets the clock. ``member.py``
+and ``scheduler.py`` have the code for the roles, ``protocol/membership.py`` knows the nodes,
+``plane/`` moves data, ``same_machine.py`` connects nodes of one machine, and apps use
+``customer.py``. Code on the I/O thread never waits. Other threads may use only futures and methods
+that say so.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from pslite.protocol.membership import Membership
 from pslite.van.base import Received, Van
 from pslite.wire.messages import Accepted, Beat, LongWait, Message, Request, Response
 
-#: Acceptance does not depend on rounds: it takes as long as the bytes take to travel.
+#: How long ``wait_until_accepted`` waits. Acceptance does not depend on rounds, only on transfers.
 _ACCEPTANCE_S = 5.0
-#: Once all is done, a node's threads end at once, but for work of a server that cannot be ended.
+#: How long to wait for a closed node's threads. They end at once, except running work of a server.
 _STOP_S = 10.0
-#: How often requests are looked at that wait for an app which never comes.
+#: How often to check for requests that have waited too long for an app.
 _EARLY_S = 1.0
 
 
@@ -54,7 +54,7 @@ class Postoffice:
     """One node of a cluster. Make it with ``pslite.start``, not by hand."""
 
     control: Control
-    """Set by ``start.make_node``, before the node is driven."""
+    """Set by ``start.make_node``, before the node runs."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Postoffice:
             job=config.job_id,
             incarnation=incarnation,
             resend_timeout_s=config.resend_timeout_s,
-            # A sender never waits for its credits only because it was not told.
+            # Tell acceptances early enough that a sender does not wait for credits.
             tell_bytes=min(TELL_BYTES, config.credit_bytes // 8),
             trace=log.trace if config.verbose >= 2 else None,
             objection=self.gate.objection,
@@ -101,7 +101,7 @@ class Postoffice:
         self.ready: Future[NodeInfo] = Future("the cluster to be complete")
         #: Completes once this node is not needed any more (servers, scheduler).
         self.finished: Future[None] = Future("the end of the job")
-        #: Called on the scheduler's I/O thread when all workers wait for each other.
+        #: The scheduler's I/O thread calls these when all workers wait for each other.
         self.on_deadlock: list[Callable[[DeadlockError], None]] = []
         self.error: BaseException | None = None
         #: Failures of calls that had returned; ``close`` raises the first one.
@@ -131,7 +131,7 @@ class Postoffice:
         return self.info.rank
 
     def join(self, info: NodeInfo, roster: tuple[NodeInfo, ...], now: float) -> None:
-        """Take in the roster: the cluster is complete. Called by ``control``."""
+        """Handle the roster: the cluster is complete. Called by ``control``."""
         self.membership.begin(roster)
         self.info = info
         for node in roster:
@@ -149,28 +149,27 @@ class Postoffice:
     # -- what other threads may call ---------------------------------------------------
 
     def spread(self, connections: int) -> None:
-        """Use this many TCP connections to each server elsewhere. From any thread.
+        """Use this many TCP connections to each server on other machines. From any thread.
 
-        They are opened by a worker, come into use as they are there, and never become fewer;
-        16 are the most.
+        A worker opens them, at most 16, and uses each as soon as it is open. The number never
+        decreases.
         """
         self.errands.call(lambda: self.nearby.spread(connections))
 
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
-        """Return memory to send from: flat, uninitialized, free when unreferenced.
+        """Return memory to send from: flat and uninitialized. From any thread.
 
-        ``lasting`` buffers that are asked for one after the other lie so, as far as possible.
-
-        Peers on this machine read it where it lies, so it must not change until they are
-        done with it: see ``pslite/memory``. From any thread.
+        It becomes free when nothing refers to it. ``lasting`` buffers requested in sequence are
+        neighbours in memory, as far as possible. Peers on this machine read the memory directly, so
+        it must not change until they are done with it: see ``pslite/memory``.
         """
-        self.errands.check_process()  # a child's memory would be its parent's
+        self.errands.check_process()  # a child would use the memory of its parent
         return self.heap.buffer(nbytes, lasting=lasting)
 
     def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
-        """Return these pieces of this node's buffers, neighbours as one; else None.
+        """Join neighbouring pieces of this node's buffers; None if peers cannot map all.
 
-        Nothing is copied; what is returned keeps the pieces alive. From any thread.
+        It does not copy; the result keeps the pieces alive. From any thread.
         """
         return self.heap.rows(pieces)
 
@@ -178,19 +177,19 @@ class Postoffice:
     def whole_of(buffer: Bytes) -> tuple[int, int, object] | None:
         """Return the segment that holds a buffer: (address, bytes, owner).
 
-        The buffer may be a part of one. Stretches begin and end with a page; the owner keeps its
-        own mapped, and goes with the last buffer in it, not before the node ends. None for memory
-        that is not a node's. From any thread.
+        The argument may be a part of a buffer. The segment begins and ends at a page. The owner
+        keeps it mapped, and exists until the node has ended and the last buffer is freed. Returns
+        None for memory that is not a node's. From any thread.
         """
         return Heap.whole_of(buffer)
 
     def call(self, command: Callable[[], None]) -> None:
-        """Have ``command`` run on the I/O thread. From any thread; returns at once.
+        """Schedule ``command`` for the I/O thread; return at once. From any thread.
 
-        For apps; the project's own code calls ``errands`` itself.
+        This is for apps; the project's own code uses ``errands``.
 
         Raises:
-            UsageError: this is a forked child, which has no I/O thread: nothing would happen.
+            UsageError: this is a forked child, which does not have an I/O thread.
         """
         self.errands.call(command)
 
@@ -207,7 +206,7 @@ class Postoffice:
         frames: Mapping[int, Sequence[Any]] | None = None,
         customer: int = 0,
     ) -> Future[dict[int, Reply]]:
-        """Ask an app on each of ``nodes``; completes with {node id: reply}. Any thread.
+        """Ask an app on each node; the future gets {node id: reply}. From any thread.
 
         ``frames`` (node id -> payload) must stay unchanged until the future is done.
         """
@@ -223,15 +222,15 @@ class Postoffice:
                 return
             self.customers.ask(nodes, app, customer, head, body, payload, future)
 
-        self.traffic.send_joined()  # what was pushed before comes before
+        self.traffic.send_joined()  # earlier pushes are sent before this request
         self.errands.call(ask)
         return future
 
     def barrier(self, group: int, timeout_s: float | None = None) -> Future[None]:
-        """Enter a barrier; completes once all of ``group`` have. From any thread.
+        """Enter a barrier; the future is done once all of ``group`` have. Any thread.
 
-        With ``timeout_s``, the scheduler gives the barrier up after that time, for all who
-        wait, with an error that names who is missing.
+        With ``timeout_s``, the scheduler ends the barrier after that time, for all nodes that wait,
+        with an error that names the missing nodes.
         """
         future: Future[None] = Future(f"the barrier of {group_title(group)}")
 
@@ -239,7 +238,7 @@ class Postoffice:
             if self.error is not None:
                 future.set_error(self.error)
                 return
-            # 0 says that this node waits without end.
+            # 0 means that this node has no limit.
             limit_s = timeout_s if timeout_s is not None and 0 < timeout_s < math.inf else 0.0
             self.control.enter_barrier(group, limit_s, future)
 
@@ -248,7 +247,7 @@ class Postoffice:
         return future
 
     def report_long_wait(self) -> None:
-        """Have the scheduler look for a deadlock of the workers. From any thread."""
+        """Ask the scheduler to check for a deadlock of the workers. From any thread."""
 
         def report() -> None:
             if self.error is None:
@@ -261,19 +260,19 @@ class Postoffice:
         return self.errands.perform(lambda: self.customers.add(app, handler))
 
     def remove_app(self, app: int) -> None:
-        """Take an app away. From any thread."""
+        """Remove an app. From any thread."""
         self.errands.call(lambda: self.customers.remove(app))
 
     # -- the loop ----------------------------------------------------------------------
 
     def start_thread(self) -> None:
-        """Drive the node by a thread of its own."""
+        """Start the I/O thread, which runs the node."""
         name = f"pslite-io-{self.config.role}-{self.links.incarnation & 0xFFFF:x}"
         self.errands.thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self.errands.thread.start()
 
     def _loop(self) -> None:
-        # A script may have asked to be ended by it; here it only means that a peer reads no more.
+        # The script may want SIGPIPE to end it, but here it only means that a peer has stopped.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         try:
             self.begin()
@@ -288,7 +287,7 @@ class Postoffice:
             self._drain()
 
     def begin(self) -> None:
-        """Start the clocks and join; the first thing to call on the I/O thread."""
+        """Start the timers and join; call it first, on the I/O thread."""
         now, config = self.clock(), self.config
         self.watch.begin(now)
         self.control.begin(now)
@@ -299,7 +298,7 @@ class Postoffice:
         self.errands.timers.every(_EARLY_S, lambda now: self.customers.expire(now - limit_s))
 
     def step(self, timeout_s: float | None) -> bool:
-        """Do what there is to do, waiting for it at most ``timeout_s``. Whether there was."""
+        """Handle events and commands, waiting at most ``timeout_s``; return if there were any."""
         due = self.next_due()
         wait_s = 0.0 if self.errands.commands else max(0.0, due - self.clock())
         events = self.van.poll(wait_s if timeout_s is None else min(timeout_s, wait_s))
@@ -314,7 +313,7 @@ class Postoffice:
             else:
                 self.watch.told(event, now)
         worked |= self.errands.run()
-        if now >= due:  # what became due meanwhile has its turn in the next step
+        if now >= due:  # timers that became due after ``due`` was read run in the next step
             self.links.resend(now)
             self.errands.timers.run(now)
             self.errands.run()
@@ -326,7 +325,7 @@ class Postoffice:
         return worked
 
     def next_due(self) -> float:
-        """Return when ``step`` has something to do though nothing arrives."""
+        """Return when ``step`` must run even if no event arrives."""
         return min(
             self.errands.timers.next_due(),
             self.links.next_due(),
@@ -336,7 +335,7 @@ class Postoffice:
     # -- messages ----------------------------------------------------------------------
 
     def send(self, node: int, message: Message, frames: Sequence[Any] = ()) -> None:
-        """Send to a node of the roster; nothing happens when it is gone. I/O thread only."""
+        """Send to a node of the roster, unless it is gone. I/O thread only."""
         peer = self.membership.uids.get(node)
         if peer is not None:
             self.links.send(peer, message, frames, self.membership.epoch, self.clock())
@@ -373,7 +372,7 @@ class Postoffice:
     # -- the end -----------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """End every wait of this node with ``error``, now and later. I/O thread only."""
+        """End every wait with ``error``, also later ones. I/O thread only."""
         if self.error is not None:
             return
         self.error = error
@@ -390,9 +389,9 @@ class Postoffice:
         self.close(goodbye=exception[0] is None)
 
     def leave(self) -> Future[None]:
-        """End what is under way and say goodbye. From any thread; returns at once.
+        """Begin to end this node with a goodbye; return at once. From any thread.
 
-        Completes when the node may stop; then ``unheard`` has what failed.
+        The future completes when the node may stop. Then ``unheard`` has the failures.
         """
         if self.shutdown is None:
             self.shutdown = Shutdown(self, self.traffic, self.unheard)
@@ -400,14 +399,15 @@ class Postoffice:
         return self.shutdown.done
 
     def close(self, *, goodbye: bool = True) -> None:
-        """Leave the cluster and stop. Idempotent; from any thread but the I/O thread.
+        """Leave the cluster and stop. Idempotent; not on the I/O thread.
 
-        With ``goodbye``, waits until the peers have accepted all that was pushed and servers have
-        answered it, as long as anything moves (PS_CLOSE_TIMEOUT), and says that this node is done.
+        With ``goodbye``, it waits until the peers have accepted all pushes and the servers have
+        answered them, as long as there is progress (PS_CLOSE_TIMEOUT), and says that this node is
+        done.
 
         Raises:
-            PSError: with ``goodbye``: the node is closed, but a push was not applied, of which
-                no caller has been told; a ``DeadlineError`` where peers did not accept it.
+            PSError: with ``goodbye``: the node is closed, but a push was not applied, and no caller
+                has received the error. It is a ``DeadlineError`` if peers did not accept the push.
         """
         thread = self.errands.thread
         if thread is None or self._closing or self.errands.is_forked:
@@ -425,18 +425,18 @@ class Postoffice:
             raise error
 
     def wait_until_accepted(self) -> None:
-        """Return once the peers have accepted all that was sent, or after a short while.
+        """Wait until the peers have accepted all messages, at most a few seconds.
 
-        Not on the I/O thread. Afterwards no peer reads the memory that was sent from.
+        Not on the I/O thread. If they have, no peer reads the memory of pushes any more.
         """
         wait_until(self.errands, self.links.everything_accepted, time.monotonic() + _ACCEPTANCE_S)
 
     def _stop(self) -> None:
-        """Take no further step."""
+        """Stop the loop after this step."""
         self._closing = True
 
     def _drain(self) -> None:
-        """Complete every wait after the last step, so that none lasts for ever."""
+        """Complete every wait after the last step, so that no wait lasts for ever."""
         dropped = self.links.dropped
         if dropped:
             counts = ", ".join(f"{count} {why}" for why, count in dropped.items())

@@ -1,7 +1,7 @@
-"""``Reporter``: a node's status reports for the scheduler. On the I/O thread.
+"""``Reporter``: makes a node's status reports for the scheduler. On the I/O thread.
 
-Everything is read from counters and tables that are there anyway, at the moment of the question:
-a job that is not asked about pays nothing. Next: ``surveyor.py``, which collects the reports.
+A report is made from existing counters and tables when the question arrives, so it costs nothing
+without questions. Read next: ``surveyor.py``, which collects the reports.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Reporter:
         self._office = office
         self._traffic = traffic
         self._began_at = office.clock()
-        #: Who knows how far a worker's training has come.
+        #: Knows the progress of a worker's training; None on other nodes.
         self.progress: ProgressSource | None = None
 
     def report(self, now: float, waits: Sequence[Wait] = ()) -> NodeReport:
-        """Return the state of the node; ``waits`` are those that its control knows."""
+        """Return a report on the node; ``waits`` are the waits that its control knows."""
         office, traffic, source = self._office, self._traffic, self.progress
         counts = office.links.byte_counts().values()
         open_rounds, round_waits = traffic.open_rounds(now)
@@ -56,7 +56,7 @@ class Reporter:
     def _is_busy(self) -> bool:
         """Return whether this node may act before the next message arrives."""
         office, traffic = self._office, self._traffic
-        # The pool first: what it has done becomes a command before it counts as done.
+        # Check the pool first: finished work becomes a command before it counts as done.
         return (
             office.pool.num_jobs > 0
             or office.errands.has_work

@@ -1,7 +1,7 @@
-"""``Nearby``: shared memory and pipes between nodes of one machine.
+"""``Nearby``: offers shared memory and pipes to nodes of one machine.
 
-What is offered and what is taken. ``memory/`` has the memory itself, ``van/zmq/pipes.py`` the
-pipes. On the I/O thread.
+It also handles the offers of other nodes. ``memory/`` has the memory itself, ``van/zmq/pipes.py``
+the pipes. On the I/O thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pslite.node.office import Office
 from pslite.van.base import PipeTicket
 from pslite.wire.messages import Message, PipeOffer, SegmentOffer, SegmentTaken
 
-#: What nodes of one machine say to each other about it.
+#: The messages by which nodes of one machine agree on shared memory and pipes.
 MESSAGES = (SegmentOffer, SegmentTaken, PipeOffer)
 
 
@@ -23,35 +23,35 @@ class Nearby:
 
     def __init__(self, office: Office) -> None:
         self._office = office
-        #: The nodes on this machine by their ids, if memory may be shared at all.
+        #: The nodes on this machine by their ids; empty if sharing is off (PS_SHM=0).
         self._here: dict[int, NodeInfo] = {}
-        #: Those of them that this one may exchange values with.
+        #: The workers and servers of these.
         self.near: frozenset[int] = frozenset()
-        #: Whether all nodes that this one exchanges values with can share its memory.
+        #: Whether all other workers and servers are on this machine.
         self.is_on_one_machine = False
 
     def begin(self, info: NodeInfo, roster: Sequence[NodeInfo]) -> None:
-        """Find out who is on this machine; ``info`` is this node's entry."""
+        """Find the nodes on this machine; ``info`` is this node's entry."""
         if self._office.config.shm:
             self._here = {each.node_id: each for each in roster if each.machine == info.machine}
             self.near = frozenset(self._here) - {SCHEDULER_ID}
             self.is_on_one_machine = len(self.near) == len(roster) - 1
 
     def spread(self, connections: int) -> None:
-        """Use this many TCP connections to each server that is not on this machine."""
+        """Use this many TCP connections to each server on another machine."""
         office = self._office
         for node in office.membership.neighbours():
             if node.role == Role.SERVER.value and node.node_id not in self.near:
                 office.van.spread(node.uid, connections)
 
     def shares_with(self, node: int) -> bool:
-        """Return whether a node reads this one's buffers where they lie. From any thread."""
+        """Return whether a node reads this node's buffers directly. From any thread."""
         return self._office.sharing.reaches(self._office.membership.uids.get(node, ""))
 
     def may_share_with(self, node: int) -> bool:
-        """Return whether to send to a node from this one's buffers. From any thread.
+        """Return whether to send to a node from shared buffers. From any thread.
 
-        Before the first such copy it is unknown whether the node will read it where it lies.
+        Before the first such message it is unknown whether the node can read them directly.
         """
         office = self._office
         return node in self.near and office.sharing.may_reach(office.membership.uids[node])
@@ -66,13 +66,13 @@ class Nearby:
             self._pipe_offered(peer, node, message)
 
     def offer_segments(self) -> None:
-        """Offer the peers here the memory that values are sent from, new one too."""
+        """Offer this node's new memory segments to the peers on this machine."""
         office, now = self._office, self._office.clock()
         for node in office.membership.neighbours():
             if node.node_id in self.near:
                 for offer in office.sharing.offers(node.uid, now):
                     office.send(node.node_id, offer)
-                    # A step at that time: from then on values do not wait for the answer.
+                    # Wakes the loop then: from that time, values do not wait for the answer.
                     office.errands.timers.add(now + PATIENCE_S, lambda: None)
 
     def _segment_offered(self, peer: str, node: int, offer: SegmentOffer) -> None:
@@ -93,7 +93,7 @@ class Nearby:
             office.log.warn_seldom(f"no shared memory with {peer}", f"{text} ({answer.reason})")
 
     def offer_pipes(self) -> None:
-        """Begin to exchange small messages with them by pipes."""
+        """Offer pipes for small messages to the peers on this machine."""
         office = self._office
         for node in office.membership.neighbours():
             if node.node_id in self._here:

@@ -7,29 +7,29 @@ answer every event with effects (``Send``, ``Run``) that the node carries out. T
 between them:
 
 * A contribution is (worker rank, part, round); each worker counts its own pushes of a part.
-  It is applied once, however often it arrives, and in the order of the rounds.
-* A worker sends its requests for one part in order. One that follows a request with a wanted
-  result is held until that result is there, so round t+1 cannot close while somebody still
-  needs the value of round t. At most 1 + window pushes of a part are unanswered.
-* Requests for several parts may travel fused in one message. Fusing means nothing: each part
-  has its own rounds, and when some parts of a request have to wait, the others go ahead
-  (else two workers that fuse differently could wait for each other for ever).
-* Two replies: ``accepted`` belongs to the channel (``protocol/channel.py``) and frees the
-  sender's credits and buffers; the ``Answer`` says that the rounds are applied, and carries
-  the values where they were wanted.
-* Credits bound the bytes per server that are not accepted yet. They never depend on a round
-  being complete, so pushing in different orders cannot deadlock; what is accepted and not yet
-  applied is the server's memory, bounded by the window: bytes x workers x (1 + window).
-* Of requests that wait for credits, the one with the highest priority goes first.
+  The server applies it once, even if it arrives several times, and in the order of the rounds.
+* A worker sends its requests for one part in order. After a request that asks for a value, the
+  next request is held until that value has arrived. So round t+1 cannot be complete while a worker
+  still needs the value of round t. At most 1 + window pushes of a part are unanswered.
+* One message may hold requests for several parts. This does not change the rules: each part has
+  its own rounds, and if some parts of a request must wait, the others are sent. (Otherwise two
+  workers that group parts differently could wait for each other for ever.)
+* There are two replies. ``accepted`` belongs to the channel (``protocol/channel.py``) and frees
+  the sender's credits and buffers. ``Answer`` says that the rounds are applied, and carries the
+  values if the worker asked for them.
+* Credits limit the bytes to each server that it has not accepted yet. They do not depend on
+  complete rounds, so workers that push in different orders cannot deadlock. Contributions that are
+  accepted and not yet applied are in the server's memory, which the window limits: bytes x workers
+  x (1 + window).
+* If several requests wait for credits, the one with the highest priority is sent first.
 
-What a part's contributions and pulls look like may be a matter of the app alone (``form`` of
-``Exchange``, ``ServerApp.take``): so some rows of a table travel. The rules are the same.
+An app may define its own form for the contributions and pulls of a part (``form`` of
+``Exchange``, ``ServerApp.take``). For example, some rows of a table are sent in this way. The
+rules are the same. Parts that are always requested together are kept as one (``unit.py``). This
+only saves time.
 
-Parts that are always asked for together are kept as one (``unit.py``), which changes nothing
-above but speed.
-
-A server's app supplies what rounds mean (``ServerApp``). ``protocol/rounds.py`` decides which
-contributions belong together; ``node/postoffice.py`` connects all this with a van.
+A server's app applies the rounds (``ServerApp``). ``protocol/rounds.py`` decides which
+contributions belong to one round. ``node/postoffice.py`` connects all this with a van.
 """
 
 from pslite.plane.interface import (

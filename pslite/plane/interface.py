@@ -1,6 +1,6 @@
 """The types of the data plane: parts, effects, and the app's interface.
 
-Pure. The contract as a whole stands in the package's docstring (``pslite/plane``).
+Pure. The docstring of the package (``pslite/plane``) has the whole contract.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Buffer = Any
 class Piece(NamedTuple):
     """The bytes of one part: ``frame[start:stop]``.
 
-    The frame of several parts may be a ``Row``.
+    If it holds the bytes of several parts, the frame may be a ``Row``.
     """
 
     frame: Buffer
@@ -50,7 +50,7 @@ class Row:
         return b"".join(self._frames)
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return the bytes [start, stop) of the one frame they lie in, or of this row."""
+        """Return the bytes [start, stop) as a piece of one frame, else of this row."""
         index = min(bisect_right(self.stops, start), len(self.stops) - 1)
         if stop > self.stops[index]:
             return Piece(self, start, stop)
@@ -68,7 +68,7 @@ def piece_of(piece: Piece, start: int, stop: int) -> Piece:
 
 
 def cuts_of(pieces: Sequence[Piece]) -> list[int]:
-    """Return where frames end inside of these pieces of one size, from their begin."""
+    """Return the offsets in these equally long pieces at which a frame ends."""
     cuts: set[int] = set()
     for frame, start, stop in pieces:
         if type(frame) is Row:
@@ -85,17 +85,17 @@ class Job(NamedTuple):
     push_sizes: Ints
     """Bytes of each part in a contribution."""
     batch: Batch
-    """Its payloads are ``Piece`` values, which hold the parts' bytes one after the other:
-    read-only, valid until the job is done."""
+    """Its payloads are ``Piece`` values with the bytes of the parts in order. They are read-only
+    and valid until the job is done."""
     wanted: bool = False
-    """Whether a worker waits for the new values: ``read`` is called when all is well."""
+    """Whether a worker waits for the new values: ``read`` is called after success."""
     is_formed: bool = False
-    """Whether some payloads are what ``ServerApp.take`` returned, not ``Piece`` values. Then it
-    is a job of a single part."""
+    """Whether some payloads are results of ``ServerApp.take`` instead of ``Piece`` values. Such a
+    job has a single part."""
 
 
 Outcome = Sequence[BaseException | None] | None
-"""What became of a job: None when all is well, else an entry for each of its parts."""
+"""The outcome of a job: None for success, else an error or None for each of its parts."""
 
 
 class Formed(Protocol):
@@ -103,42 +103,41 @@ class Formed(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of a contribution, or of the answer to a pull if known."""
+        """The size of a contribution, or of the answer to a pull if known."""
 
 
 class ServerApp(Protocol):
     """The server's app. ``apply`` runs on pool threads, the rest on the I/O thread."""
 
     def apply(self, jobs: Sequence[Job]) -> Sequence[Outcome]:
-        """Apply each job's contributions to its parts, in order; one outcome for each job.
+        """Apply the contributions of each job, in order; return an outcome for each job.
 
-        A part's jobs always come on the same pool thread and never overlap with ``read`` of
-        that part, so a part needs no lock.
+        The jobs of a part always run on the same pool thread, and never at the same time as
+        ``read`` of that part. So a part needs no lock.
         """
 
     def read(self, parts: Sequence[int]) -> list[Buffer]:
-        """Return frames that hold these parts' values in order, each frame whole parts.
+        """Return frames with the values of these parts in order, each with whole parts.
 
         The plane sends them without a copy and may send them again until they are accepted.
-        Where the rule for results does not keep a value in place meanwhile (asynchronous
-        parts), this returns a copy.
+        If a value may change in that time (asynchronous parts), this returns a copy.
         """
 
     def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
-        """Look at a payload in a form of the app's own; what it returns is a contribution.
+        """Check a payload in the app's own form; return a contribution or a pull.
 
-        Or, for a pull, what ``answer`` gets. Raises for a payload that makes no sense: its sender
-        gets that error; other workers do not notice. The piece is valid until the job is done.
+        The result for a pull is passed to ``answer``. If the payload is invalid, this raises an
+        error, which only the sender gets. The piece is valid until the job is done.
         """
 
     def check(self, part: int, piece: Piece) -> None:
-        """Look at a plain payload of a part that was opened as checked, before it counts.
+        """Check a plain payload of a part that was opened with ``is_checked``.
 
-        Raises as ``take`` does. Should be quick: it delays all that arrives.
+        Raises as ``take`` does. It must be quick, because all later messages wait for it.
         """
 
     def answer(self, part: int, wanted: Any) -> Buffer:
-        """Return one frame with what a pull ``wanted`` of a part; it must not change."""
+        """Return the answer to the pull ``wanted`` of a part; the frame must not change."""
 
 
 class Send(NamedTuple):
@@ -150,7 +149,7 @@ class Send(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Effect: have ``app.apply(jobs)`` run on the pool thread of ``lane``."""
+    """Effect: call ``app.apply(jobs)`` on the pool thread of ``lane``."""
 
     lane: int
     jobs: list[Job]
@@ -160,7 +159,7 @@ Effect = Send | Run
 
 
 def cut(sizes: Sequence[int], frames: Sequence[Buffer]) -> list[Piece]:
-    """Return the slice of each part in the payload.
+    """Return the bytes of each part in a payload.
 
     Raises:
         ProtocolError: the sizes do not add up to frames of whole parts.
@@ -197,7 +196,7 @@ def _misfit(sizes: Sequence[int], frames: Sequence[Buffer]) -> ProtocolError:
 
 
 def _as_bytes(frame: Buffer) -> Buffer:
-    """Return the frame as a view of single bytes; received frames are that already."""
+    """Return the frame with items of one byte, as received frames already have."""
     if type(frame) is memoryview and frame.itemsize != 1:
         return frame.cast("B")
     return frame

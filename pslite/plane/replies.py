@@ -1,4 +1,4 @@
-"""``Replies``: the answers to workers that follow from one event, in few messages.
+"""``Replies``: collect the answers to workers after one event into few messages.
 
 Pure; used by ``server.py`` on the I/O thread.
 """
@@ -13,7 +13,7 @@ from pslite.errors import told
 from pslite.plane.interface import Buffer, Formed, Send, ServerApp
 from pslite.wire.messages import Answer, Ints, PartsFailed
 
-#: The most parts that travel in one answer, each in a frame of its own at worst.
+#: The most parts in one answer; each may need its own frame.
 _MAX_PARTS = 4096
 
 
@@ -25,16 +25,16 @@ class Value(NamedTuple):
     round: int
     version: int
     wanted: Formed | None = None
-    """What is wanted of the part, where that is not its plain value."""
+    """The request of a pull in the app's own form; None for a plain value."""
 
 
 class Replies:
     """Collects the answers of one event, so that each worker gets few messages."""
 
     def __init__(self) -> None:
-        #: (rank, pushed, with value) -> what is answered.
+        #: (rank, pushed, with value) -> the parts to answer.
         self.answers: dict[tuple[int, bool, bool], list[Value]] = {}
-        #: Rank -> pulls in forms of the app's own.
+        #: Rank -> pulls in the app's own forms.
         self.formed: dict[int, list[Value]] = {}
         #: (rank, pushed, consumed, id of the error) -> the error and [(part, round)]
         self.failures: dict[
@@ -42,7 +42,7 @@ class Replies:
         ] = {}
 
     def answer(self, rank: int, pushed: bool, value: bool, entry: Value) -> None:
-        """Answer parts: pushed, and with their values if the worker asked for them."""
+        """Add parts to answer; ``value`` says whether to send their values too."""
         self.answers.setdefault((rank, pushed, value), []).append(entry)
 
     def fail(
@@ -54,14 +54,14 @@ class Replies:
         parts: Ints,
         round_: int,
     ) -> None:
-        """Report failed parts; ``consumed`` says that the round counts all the same."""
+        """Add failed parts; ``consumed`` says that their round number is used up."""
         key = (rank, pushed, consumed, id(error))
         entries = self.failures.setdefault(key, (error, []))[1]
         entries += [(part, round_) for part in parts]
 
     def sends(self, app: ServerApp, message_bytes: int) -> Iterator[Send]:
-        """Return what the workers are told, in messages of ``message_bytes``, or one part."""
-        # Failures first: who pulls after a push that failed hears of that before the value.
+        """Make the messages to workers: ``message_bytes`` at most, but at least one entry."""
+        # Failures first: after a failed push, a worker gets the error before the pulled value.
         for (rank, pushed, consumed, _), (error, failures) in self.failures.items():
             for start in range(0, len(failures), _MAX_PARTS):
                 parts, rounds = zip(*failures[start : start + _MAX_PARTS], strict=True)
@@ -113,7 +113,7 @@ def _answer(
     entries: Sequence[Value],
     frames: list[Buffer],
 ) -> Send:
-    """Make one message; ``frames`` hold what is not the parts' plain values."""
+    """Make one message; ``frames`` hold answers in the app's own forms, if any."""
     if len(entries) == 1:
         parts, sizes, round_, version, _ = entries[0]
         rounds, versions = (round_,) * len(parts), (version,) * len(parts)

@@ -1,8 +1,8 @@
 """``ServerPlane``: the server's half of the data plane. Pure.
 
-What arrives is looked at here, and goes to the units that its parts belong to (``unit.py``). The
-rules stand in the package's docstring; ``worker.py`` is the other half, and ``protocol/rounds.py``
-decides which contributions belong together. Read next: ``unit.py`` and ``replies.py``.
+It checks each request and passes it to the units of its parts (``unit.py``). The docstring of the
+package has the rules. ``worker.py`` is the other half, and ``protocol/rounds.py`` decides which
+contributions belong to one round. Read next: ``unit.py`` and ``replies.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pslite.plane.unit import NO_SIZE, OpenRound, Parts, Unit
 from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds
 from pslite.wire.messages import Exchange, StaleEpoch
 
-#: Requests of epochs that this node has not heard of: the scheduler's news is on its way.
+#: The most requests of later epochs to keep until the scheduler announces these epochs here.
 _MAX_EARLY = 65_536
 
 
@@ -45,9 +45,9 @@ class ServerPlane:
         self._parts = Parts()
         self._gone: dict[int, BaseException] = {}
         self._early: list[tuple[int, int, Exchange, Sequence[Buffer]]] = []
-        #: Rank -> (part, round) of its pushes that were of an earlier epoch, and come again.
+        #: Rank -> (part, round) of its pushes of an earlier epoch, which it will send again.
         self._stale: dict[int, set[tuple[int, int]]] = {}
-        #: Workers that have left, some of whose pushes are stale or early still.
+        #: Workers that have left while some of their pushes are stale or early -> the error.
         self._leaving: dict[int, BaseException] = {}
         self.epoch = 1
 
@@ -69,8 +69,8 @@ class ServerPlane:
             size: ``NO_SIZE`` for a part that has no plain value.
             ranks: the worker ranks that every round needs; None applies pushes one by one.
             lane: parts of one lane are applied by the same pool thread.
-            push_size: the bytes of what is pushed, where they differ from those of its value.
-            is_checked: whether the app looks at each push as it arrives (``ServerApp.check``).
+            push_size: the bytes of a push; by default the same as ``size``.
+            is_checked: whether the app checks each push when it arrives (``ServerApp.check``).
         """
         if part in self._parts.units:
             raise UsageError(f"part {part} is already open")
@@ -85,16 +85,16 @@ class ServerPlane:
         self._parts.put(Unit((part,), (size,), rounds, lane, push_sizes, is_checked))
 
     def is_quiet(self, part: int) -> bool:
-        """Return whether a part is there and no push or pull of it is under way."""
+        """Return whether a part is open and no push or pull of it is in flight."""
         unit = self._parts.units.get(part)
         return unit is not None and unit.is_quiet
 
     def resize_part(
         self, part: int, size: int, push_size: int, *, is_checked: bool = False
     ) -> None:
-        """Give the values and pushes of a part, which is quiet, other sizes.
+        """Change the sizes of the values and pushes of a part, which must be quiet.
 
-        ``is_checked`` is that of ``open_part``.
+        ``is_checked`` is as in ``open_part``.
         """
         unit = self._parts.single(part)
         if unit is None:
@@ -102,7 +102,7 @@ class ServerPlane:
         self._parts.put(unit.resized(size, push_size, is_checked=is_checked))
 
     def close_part(self, part: int, error: BaseException) -> list[Effect]:
-        """Refuse a part from now on; who waits for it gets ``error``."""
+        """Refuse requests for a part from now on; waiting requests get ``error``."""
         unit = self._parts.single(part)
         replies = Replies()
         if unit is not None:
@@ -112,7 +112,7 @@ class ServerPlane:
 
     @property
     def num_waiting(self) -> int:
-        """Contributions that are here and not applied yet."""
+        """The number of contributions that have arrived and are not applied yet."""
         return sum(len(unit.rounds.waiting()) * len(unit.parts) for unit in self._parts.distinct())
 
     @property
@@ -126,11 +126,11 @@ class ServerPlane:
 
     @property
     def num_pulls(self) -> int:
-        """Parts whose values somebody waits for."""
+        """The number of parts in pulls that wait."""
         return sum(len(pull.parts) for unit in self._parts.distinct() for pull in unit.pulls)
 
     def open_rounds(self) -> list[OpenRound]:
-        """Return the rounds that some workers have contributed to and others have not."""
+        """Return the rounds that have contributions of some workers and lack others."""
         found = (unit.open_round() for unit in self._parts.distinct())
         return [open_round for open_round in found if open_round is not None]
 
@@ -139,10 +139,10 @@ class ServerPlane:
     def exchange(
         self, rank: int, epoch: int, message: Exchange, frames: Sequence[Buffer]
     ) -> list[Effect]:
-        """Take in a worker's push, pull, or both.
+        """Handle a worker's push, pull, or both.
 
-        Raises ``ProtocolError`` for what is malformed, of which nothing was taken then:
-        ``refuse`` tells its sender.
+        Raises ``ProtocolError`` if the message is malformed. Then it has had no effect, and the
+        caller must answer it with ``refuse``.
         """
         effects = self._take(rank, epoch, message, frames)
         return effects + self._let_go(rank) if rank in self._leaving else effects
@@ -173,7 +173,7 @@ class ServerPlane:
         return self._effects(replies, ready)
 
     def _note_stale(self, rank: int, message: Exchange, *, is_stale: bool) -> None:
-        """Note which pushes will come again, as many as a worker may have under way."""
+        """Note which pushes of a worker will arrive again; raise if they are too many."""
         pushes = set(zip(message.parts, message.rounds, strict=True))
         noted = self._stale.get(rank, set())
         noted = noted | pushes if is_stale else noted - pushes
@@ -186,9 +186,9 @@ class ServerPlane:
         self._stale[rank] = noted
 
     def refuse(self, rank: int, message: Exchange, error: BaseException) -> list[Effect]:
-        """Tell the sender of a message of which nothing was taken.
+        """Answer a message that had no effect with ``error``.
 
-        The numbers of its pushes stay free, but for those of contributions that are here.
+        The round numbers of its pushes become free again, except for pushes that arrived before.
         """
         replies = Replies()
         for part, round_ in zip(message.parts, message.rounds, strict=True):
@@ -202,7 +202,7 @@ class ServerPlane:
         return self._effects(replies, [])
 
     def finished(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Effect]:
-        """End the rounds of jobs that the pool has applied, or that raised."""
+        """End the rounds of jobs that the pool has finished, also of jobs that failed."""
         replies = Replies()
         ready: list[Unit] = []
         for job, outcome in zip(jobs, outcomes, strict=True):
@@ -212,7 +212,7 @@ class ServerPlane:
                 unit.finish(batch, None, replies)
                 ready.append(unit)
                 continue
-            # They went their own ways meanwhile, or do so now, since some failed.
+            # The unit was split in the meantime, or must be split now because some parts failed.
             for part, error in zip(parts, outcome or [None] * len(parts), strict=True):
                 unit = self._parts.single(part)
                 if unit is not None:
@@ -221,19 +221,19 @@ class ServerPlane:
         return self._effects(replies, ready)
 
     def leave(self, rank: int, error: BaseException) -> list[Effect]:
-        """Have a worker that said goodbye depart once all that it had pushed is here."""
+        """Remove a worker that said goodbye, once all its pushes have arrived."""
         self._leaving[rank] = error
         return self._let_go(rank)
 
     def _let_go(self, rank: int) -> list[Effect]:
-        """Have a worker depart that has left, unless pushes of it are to come."""
+        """Remove a worker that has left, unless some of its pushes have yet to arrive."""
         is_early = any(early[0] == rank for early in self._early)
         if is_early or self._stale.get(rank):
             return []
         return self.depart(rank, self._leaving[rank])
 
     def depart(self, rank: int, error: BaseException) -> list[Effect]:
-        """End the rounds that cannot be complete without a gone worker with ``error``."""
+        """Remove a gone worker; rounds that need its pushes end with ``error``."""
         self._leaving.pop(rank, None)
         self._stale.pop(rank, None)
         self._gone[rank] = error
@@ -244,21 +244,21 @@ class ServerPlane:
         return self._effects(replies, [])
 
     def begin_epoch(self, epoch: int) -> list[Effect]:
-        """Begin a later epoch; requests of it may be here already."""
+        """Begin a later epoch, and handle its requests that arrived early."""
         self.epoch = epoch
         early, self._early = self._early, []
         effects: list[Effect] = []
         for rank, their_epoch, message, frames in early:
             try:
                 effects += self._take(rank, their_epoch, message, frames)
-            except ProtocolError as error:  # the others' are not affected
+            except ProtocolError as error:  # requests of other workers are not affected
                 effects += self.refuse(rank, message, error)
         for rank in list(self._leaving):
             effects += self._let_go(rank)
         return effects
 
     def tick(self, now: float) -> list[Effect]:
-        """Tell those who wait for a round that has been open for long whom it waits for."""
+        """Report long open rounds to the workers that wait for them: who is missing."""
         effects: list[Effect] = []
         for unit in self._parts.distinct():
             waits = unit.overdue(now, self._stall_report_s)
@@ -306,7 +306,7 @@ class ServerPlane:
                 ready.append(unit)
 
     def _is_fine(self, unit: Unit, piece: Piece) -> bool:
-        """Return whether the app has nothing against any part of a push of a whole unit."""
+        """Return whether the app accepts all parts of a push of a whole unit."""
         if not unit.is_checked:
             return True
         start = 0
@@ -333,7 +333,7 @@ class ServerPlane:
         replies: Replies,
         ready: list[Unit],
     ) -> None:
-        """Take contributions or pulls in a form of the app's own, each part alone."""
+        """Handle contributions or pulls in the app's own form, each part alone."""
         is_push = message.push
         if len(message.sizes) != len(message.parts) or (is_push and message.pull):
             raise ProtocolError(
@@ -360,7 +360,7 @@ class ServerPlane:
                 ready.append(unit)
 
     def _take_pulls(self, rank: int, message: Exchange, replies: Replies) -> None:
-        """Pull each run of parts that belong to one unit as one."""
+        """Handle pulls: neighbouring parts of the same unit and round are one pull."""
         parts, rounds = message.parts, message.rounds
         start = 0
         while start < len(parts):
@@ -396,7 +396,7 @@ class ServerPlane:
 
 
 def _whole_piece(unit: Unit, frames: Sequence[Buffer]) -> Piece | None:
-    """Return the value of a unit, if these frames are whole parts of it."""
+    """Return the frames as one piece if they hold a whole unit; else None."""
     if len(frames) == 1:
         is_whole = memoryview(frames[0]).nbytes == unit.nbytes
         return Piece(frames[0], 0, unit.nbytes) if is_whole else None

@@ -1,8 +1,7 @@
 """``Transfer``: a worker's push or pull to one server. Pure.
 
-It is used on the I/O thread once it is submitted.
-
-Used by ``worker.py``, which decides when it goes out and what an answer belongs to.
+After it is submitted, only the I/O thread uses it. ``worker.py`` decides when it is sent and which
+answers belong to it.
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ from pslite.plane.interface import Buffer, Piece, cut
 from pslite.wire.messages import Ints
 
 Sink = Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]
-"""Takes (indices into the transfer's parts, their values, their versions)."""
+"""A function of (indices into the transfer's parts, their values, their versions)."""
 
 
 class Transfer:
-    """A push, a pull or both, of several parts of one server.
+    """A push, a pull or both of some parts of one server.
 
-    ``frames`` hold the pushed parts' bytes in order, each frame whole parts; a function is
-    called when they are to be sent, on the I/O thread. They belong to
-    the plane until ``done`` is called: with None, or with the first error once every part has
-    been answered or given up. ``sink`` copies values out; its pieces are valid during the call.
-    ``sizes`` are the bytes of each part's value; ``push_sizes`` those of what is pushed, where
-    they differ.
+    ``frames`` hold the bytes of the pushed parts in order, each frame whole parts. If ``frames``
+    is a function, the I/O thread calls it before it sends them. The frames belong to the plane
+    until it calls ``done``, when every part has been answered or given up: with None, or with the
+    first error. ``sink`` copies values out; its pieces are valid during the call. ``sizes`` are
+    the bytes of each part's value, and ``push_sizes`` the bytes of each pushed part, if different.
 
-    With a ``form`` of the app's own, what has a ``sink`` is a pull, its frames say what is wanted
-    of each part, and ``sink`` has to look at the sizes of its pieces.
+    With a ``form`` of the app's own, a transfer with a ``sink`` is a pull. Its frames describe the
+    request for each part, and ``sink`` must check the sizes of its pieces.
     """
 
     __slots__ = (
@@ -78,9 +76,9 @@ class Transfer:
         self.sink = sink
         self.done = done
         self.priority = priority
-        #: The caller wants the values no more (a time-out); they are not copied out.
+        #: The caller does not want the values any more (a time-out); they are not copied out.
         self.abandoned = False
-        #: Index of a part that failed -> why; None when it may be any of them.
+        #: Index of a failed part -> its error; None if any part may have failed.
         self.failed: dict[int, BaseException] | None = {}
         self._left = len(parts)
         self._error: BaseException | None = None
@@ -88,7 +86,7 @@ class Transfer:
     def deliver(
         self, indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]
     ) -> None:
-        """Hand on the answer about these parts."""
+        """Pass the answer for these parts to the sink."""
         if self.sink is not None and not self.abandoned:
             try:
                 self.sink(indices, pieces, versions)
@@ -103,7 +101,7 @@ class Transfer:
         pieces: Sequence[Piece],
         versions: Sequence[int],
     ) -> None:
-        """Find out about which part the sink has raised. May copy plain values twice."""
+        """Find the part for which the sink raised. May copy plain values twice."""
         if self.form or self.sink is None:
             self.failed = None
             self._error = self._error or self.unusable(indices, error)
@@ -115,9 +113,9 @@ class Transfer:
                 self._note(index, self.unusable((index,), again))
 
     def unusable(self, indices: Sequence[int], error: Exception) -> PSError:
-        """Return the error for an unusable answer about these parts.
+        """Return the error for an unusable answer for these parts.
 
-        A ``UsageError`` of the sink stays what it is: the answer is sound, and the call is not.
+        A ``UsageError`` of the sink is returned unchanged: then the call is wrong, not the answer.
         """
         if isinstance(error, UsageError):
             return error
@@ -149,17 +147,17 @@ class Transfer:
 
     @property
     def has_frames(self) -> bool:
-        """Whether there is nothing to do for ``make_frames``."""
+        """Whether the frames exist, so that ``make_frames`` does nothing."""
         return self._make is None
 
     def make_frames(self) -> None:
-        """Copy what is to be sent, unless that was done before."""
+        """Make the frames to send, unless they exist."""
         if self._make is not None:
             make, self._make = self._make, None
             self.frames = make()
 
     def frames_of(self, indices: Sequence[int] | None) -> Sequence[Buffer]:
-        """Return the frames with these parts of a push, neighbours in one; None: all."""
+        """Return frames with these parts of a push (None: all parts); join neighbours."""
         if indices is None:
             return self.frames
         pieces = cut(self.push_sizes, self.frames)
@@ -180,14 +178,14 @@ class Transfer:
     def _settle(self, count: int) -> None:
         self._left -= count
         if self._left == 0:
-            # An object that still holds this transfer does not hold memory.
+            # Free the memory: other objects may still refer to this transfer.
             done, self.done = self.done, _nothing
             self.frames, self.sink, self._make = (), None, None
             done(self._error)
 
 
 def _nothing(error: BaseException | None) -> None:
-    """Do nothing: the transfer is done already."""
+    """Do nothing: the replacement of ``done`` after its call."""
 
 
 Request = tuple[Transfer, "int | None"]
@@ -203,19 +201,19 @@ class Requested:
     """
 
     parts: Ints
-    #: The highest round that counts, and the lower ones that were refused: those are
-    #: given to the next pushes, since a round without them would never be complete.
+    #: The highest round in use, and the lower rounds whose pushes were refused. The next pushes
+    #: get these, because otherwise those rounds would never be complete.
     pushed: int = 0
     freed: list[int] = field(default_factory=list)
-    #: Round -> the push that is not answered yet.
+    #: Round -> its push that is not answered yet.
     inflight: dict[int, Request] = field(default_factory=dict)
-    #: The request whose value is awaited: a pull, or a push with pull; and its round.
+    #: The request whose value is awaited (a pull, or a push with pull), and its round.
     pulling: tuple[Request, int] | None = None
     #: Requests that wait for their turn, oldest first.
     held: deque[Request] = field(default_factory=deque)
 
     def split(self) -> list[Requested]:
-        """Return the same state, once for each part."""
+        """Return a copy of the state for each part alone."""
         singles = []
         for index, part in enumerate(self.parts):
             single = Requested((part,))
@@ -229,30 +227,30 @@ class Requested:
         return singles
 
     def requests(self) -> list[Request]:
-        """Return everything that is under way or held, in an order of its own."""
+        """Return all requests that are in flight or held, in a fixed order."""
         found = [self.inflight[round_] for round_ in sorted(self.inflight)]
         found += self.held
         return found if self.pulling is None else [*found, self.pulling[0]]
 
     def rounds(self) -> tuple[object, ...]:
-        """Return the rounds of ``requests``."""
+        """Return the rounds of ``requests``, to compare two states."""
         pulling = None if self.pulling is None else self.pulling[1]
         return (*sorted(self.inflight), len(self.held), pulling)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no request is in flight or held."""
         return not (self.inflight or self.held or self.pulling)
 
     def number(self) -> int:
-        """Return the round of the next push, and count it."""
+        """Return the round number for the next push, and mark it as used."""
         if self.freed:
             return heapq.heappop(self.freed)
         self.pushed += 1
         return self.pushed
 
     def free(self, round_: int) -> None:
-        """Free the round of a push that was not taken."""
+        """Free the round number of a push that the server refused."""
         heapq.heappush(self.freed, round_)
         while self.pushed in self.freed:
             self.freed.remove(self.pushed)
@@ -260,13 +258,13 @@ class Requested:
             self.pushed -= 1
 
     def may_send(self, transfer: Transfer, window: int) -> bool:
-        """Return whether a request may go out now, if none is held before it."""
+        """Return whether a request may be sent now, if no earlier request is held."""
         if self.pulling is not None:
             return False
         return not transfer.push or len(self.inflight) <= window
 
     def find(self, round_: int, pushed: bool) -> Request | None:
-        """Find the request that an answer belongs to. None: it was answered before."""
+        """Find the request of an answer. None: it was answered before."""
         if pushed:
             return self.inflight.get(round_)
         if self.pulling is None:
@@ -275,7 +273,7 @@ class Requested:
         return None if request[0].push or round_pulled != round_ else request
 
     def answered(self, request: Request, round_: int, pushed: bool) -> None:
-        """Note that a request, which ``find`` gave, is answered."""
+        """Note that a request from ``find`` is answered."""
         if pushed:
             del self.inflight[round_]
         if self.pulling is not None and self.pulling[0] == request:
@@ -283,9 +281,9 @@ class Requested:
 
 
 def joined(states: Sequence[Requested], parts: Ints) -> Requested | None:
-    """Join the states of parts that are in the same one; None where they are not.
+    """Join the states of ``parts`` if all are equal; else return None.
 
-    What is under way must have been asked for as exactly these parts.
+    Requests in flight must have been for exactly these parts.
     """
     first = states[0]
     if len(set(parts)) != len(parts):

@@ -1,11 +1,10 @@
 """``Unit``: parts of a server in the same state, kept as one to save time. Pure.
 
-A model's small tensors travel in one message round after round, and are in the same state all
-the time. A server then keeps that state once, in one ``Unit``, instead of once for each part.
-What the rules say of parts stays true: a request for only some of a unit's parts makes the
-server split it (``Parts``), and units whose parts are in the same state again may be joined.
-Pure; used by ``server.py`` on the I/O thread, which finds the unit that a request is for; what its
-workers are told then goes into ``Replies``.
+The small tensors of a model are sent in one message in every round, so they are always in the same
+state. A server keeps that state once, in one ``Unit``, instead of once for each part. The rules
+for parts do not change: a request for only some parts of a unit makes the server split it
+(``Parts``), and units in the same state may be joined again. ``server.py`` finds the unit of a
+request, on the I/O thread. The answers to workers are collected in ``Replies``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pslite.protocol.rounds import Batch, Rounds, Verdict
 from pslite.wire.messages import Ints, RoundWaits
 
 NO_SIZE = -1
-"""The size of a part that has no plain value: its contributions have forms of the app's own."""
+"""The size of a part without a plain value: its contributions have the app's own form."""
 
 
 class OpenRound(NamedTuple):
@@ -32,9 +31,9 @@ class OpenRound(NamedTuple):
     parts: Ints
     round: int
     missing: Ints
-    """Their ranks."""
+    """The ranks of these workers."""
     opened_at: float | None
-    """When ``overdue`` saw it first; None if it has not yet."""
+    """When ``overdue`` first saw the round; None if it has not seen it."""
 
 
 class WaitingPull(NamedTuple):
@@ -46,7 +45,7 @@ class WaitingPull(NamedTuple):
     after_round: int
     pushed: bool
     wanted: Formed | None = None
-    """What the app made of the request, which is for a single part; None for plain values."""
+    """The result of ``ServerApp.take`` for a request for one part; None for plain values."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,24 +57,24 @@ class Unit:
 
     parts: Ints
     sizes: Ints
-    """Of the parts' values."""
+    """The bytes of each part's value."""
     rounds: Rounds
     lane: int
     push_sizes: Ints
-    """Of what is pushed."""
+    """The bytes of each part in a push."""
     is_checked: bool = False
-    """Whether the app looks at what is pushed to some of them (``ServerApp.check``)."""
+    """Whether the app checks the pushes of some of the parts (``ServerApp.check``)."""
     stops: frozenset[int] = field(init=False)
     """Where each part's bytes end in a push of the unit."""
     nbytes: int = field(init=False)
-    """``NO_SIZE`` of a part without a plain value, which is always alone."""
-    #: (rank, round) of the pushes whose sender wants the value.
+    """The bytes of a push. ``NO_SIZE`` if the part has no plain value; it is then alone."""
+    #: (rank, round) of the pushes that also ask for the value.
     wanted: set[tuple[int, int]] = field(default_factory=set)
-    #: Pulls that wait to be readable.
+    #: Pulls that wait until the value may be read.
     pulls: list[WaitingPull] = field(default_factory=list)
-    #: Rank -> its rounds that were refused, and why: pulls that count on one end likewise.
+    #: Rank -> its refused rounds -> the error; pulls after such a round end with it too.
     refused: dict[int, dict[int, BaseException]] = field(default_factory=dict)
-    #: The open round and when ``overdue`` saw it first, and when it last was worth a report.
+    #: The open round and when ``overdue`` first saw it; and when it was last reported.
     opened_at: tuple[int, float] | None = None
     reported_at: float = 0.0
 
@@ -85,7 +84,7 @@ class Unit:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no push or pull of it is under way."""
+        """Whether no push or pull of the unit is in flight."""
         return not (self.rounds.waiting() or self.rounds.running or self.pulls)
 
     # -- pushes and pulls --------------------------------------------------------------
@@ -99,9 +98,9 @@ class Unit:
         gone: Mapping[int, BaseException],
         replies: Replies,
     ) -> bool:
-        """Take in a push; return whether a round may be complete now.
+        """Add a contribution; return whether a round may be complete now.
 
-        ``gone`` says of the ranks that are gone what their loss comes to for others.
+        ``gone`` maps each gone rank to the error for requests that need it.
         """
         verdict = self.rounds.contribute(rank, round_, payload)
         if verdict is Verdict.TAKEN:
@@ -110,7 +109,7 @@ class Unit:
                 self.wanted.add((rank, round_))
             return True
         if verdict is Verdict.APPLIED:
-            # It came again: answer, never apply.
+            # It arrived a second time: answer it, but do not apply it again.
             if pull:
                 self.pull(rank, self.parts, self.sizes, round_, True, replies)
             else:
@@ -154,7 +153,7 @@ class Unit:
             self.pull(*pull[:5], replies, pull.wanted)
 
     def refuse(self, rank: int, round_: int, error: BaseException, replies: Replies) -> None:
-        """Refuse a contribution, and the pulls that count on it."""
+        """Refuse a contribution, and the pulls that were to follow it."""
         refused = self.refused.setdefault(rank, {})
         if len(refused) <= self.rounds.window:
             refused[round_] = error
@@ -163,7 +162,7 @@ class Unit:
         self._answer_pulls(replies)
 
     def job(self, batch: Batch) -> Job:
-        """Return what is to be done for a round that is complete."""
+        """Return the job that applies a complete round."""
         wanted = not self.wanted.isdisjoint(batch.rounds)
         if all(type(payload) is Piece for payload in batch.payloads):
             return Job(self.parts, self.sizes, self.push_sizes, batch, wanted)
@@ -173,7 +172,7 @@ class Unit:
         return Job(self.parts, (largest,), (largest,), batch, wanted, is_formed=True)
 
     def finish(self, batch: Batch, error: BaseException | None, replies: Replies) -> None:
-        """End the round, also a failed one; pulls that waited for it are due."""
+        """End a round, also a failed one, and answer pulls that waited for it."""
         self.rounds.finish()
         version = self.rounds.version
         for rank, round_ in batch.rounds:
@@ -192,7 +191,7 @@ class Unit:
         return is_pulling or any(other == rank for other, _ in self.rounds.waiting())
 
     def give_up(self, error: BaseException, replies: Replies) -> None:
-        """Give ``error`` to all that wait for a push or a pull of it."""
+        """Answer all waiting pushes and pulls of the unit with ``error``."""
         for rank, round_ in self.rounds.waiting():
             replies.fail(rank, True, False, error, self.parts, round_)
         for pull in self.pulls:
@@ -201,7 +200,7 @@ class Unit:
     # -- rounds that are open for long -------------------------------------------------
 
     def open_round(self) -> OpenRound | None:
-        """Return the round that some workers have contributed to and others have not."""
+        """Return the round that has contributions of some workers and lacks others."""
         open_round = self.rounds.missing()
         if open_round is None:
             return None
@@ -211,7 +210,7 @@ class Unit:
         return OpenRound(self.parts, round_, missing, opened_at)
 
     def overdue(self, now: float, report_s: float) -> RoundWaits | None:
-        """Say whom the open round waits for, each time ``report_s`` have passed."""
+        """Return a report of who is missing in the open round, every ``report_s``."""
         open_round = self.rounds.missing()
         if open_round is None:
             self.opened_at = None
@@ -228,11 +227,11 @@ class Unit:
     # -- its shape ---------------------------------------------------------------------
 
     def resized(self, size: int, push_size: int, *, is_checked: bool) -> Unit:
-        """Make the unit of the same part, which is quiet, with other sizes."""
+        """Return a copy of this unit, which is quiet, with other sizes."""
         return replace(self, sizes=(size,), push_sizes=(push_size,), is_checked=is_checked)
 
     def split(self) -> list[Unit]:
-        """Return the same state, once for each part."""
+        """Return a unit for each part alone, with the same state."""
         stops = list(accumulate(self.push_sizes))
         units = []
         for part, size, push_size, stop in zip(
@@ -262,7 +261,7 @@ class Unit:
 
 
 def joined(units: Sequence[Unit]) -> Unit | None:
-    """Join these units in their order; None where their states differ or change."""
+    """Join these units in order; None if their states differ or are changing."""
     first = units[0]
     signature = first.rounds.signature()
     for unit in units:
@@ -288,7 +287,7 @@ def joined(units: Sequence[Unit]) -> Unit | None:
 
 
 def _neighbours(pieces: Sequence[Any]) -> Piece | None:
-    """Return the piece that these make up, if each begins where the last ends."""
+    """Join pieces if each begins where the one before ends; else return None."""
     first = last = pieces[0]
     if any(type(piece) is not Piece for piece in pieces):
         return None
@@ -299,9 +298,9 @@ def _neighbours(pieces: Sequence[Any]) -> Piece | None:
     return Piece(first.frame, first.start, last.stop)
 
 
-#: So often a list of parts has to be pushed before they are kept as one.
+#: A list of parts is kept as one unit after it was pushed more often than this.
 _FAMILIAR = 2
-#: At most this many lists that are not familiar yet are remembered.
+#: The most lists whose pushes are counted.
 _MAX_LISTS = 256
 
 
@@ -313,17 +312,17 @@ class Parts:
         self.units: dict[int, Unit] = {}
         #: Part -> the bytes of its value.
         self.sizes: dict[int, int] = {}
-        #: How often a list of parts that are no unit was pushed: those that come again are joined.
+        #: How often each list of parts that is not a unit was pushed: frequent ones are joined.
         self._lists: Counter[Ints] = Counter()
 
     def put(self, unit: Unit) -> None:
-        """Note the unit of a single part, which is new or alone."""
+        """Add or replace the unit of a single part."""
         (part,) = unit.parts
         self.units[part] = unit
         (self.sizes[part],) = unit.sizes
 
     def remove(self, part: int) -> None:
-        """Remove a part that is alone."""
+        """Remove a part, which must be alone in its unit."""
         del self.units[part], self.sizes[part]
 
     def distinct(self) -> Iterable[Unit]:
@@ -331,7 +330,7 @@ class Parts:
         return dict.fromkeys(self.units.values())
 
     def single(self, part: int) -> Unit | None:
-        """Return the unit of this part alone; None if there is no such part."""
+        """Return the unit of this part alone, split off if needed; None if unknown."""
         unit = self.units.get(part)
         if unit is None or len(unit.parts) == 1:
             return unit
@@ -349,7 +348,7 @@ class Parts:
         self._lists[parts] += 1
         if self._lists[parts] <= _FAMILIAR:
             return None
-        # Units that are wholly in the list, in its order, each once.
+        # The units of the list, each once, in the order of the list.
         units = list(dict.fromkeys(map(self.units.get, parts)))
         there = [unit for unit in units if unit is not None]
         if tuple(chain.from_iterable(unit.parts for unit in there)) != parts:

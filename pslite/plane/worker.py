@@ -1,6 +1,6 @@
 """``WorkerPlane``: the worker's half of the data plane. Pure.
 
-The rules stand in the package's docstring; ``server.py`` is the other half. Read next:
+The docstring of the package has the rules; ``server.py`` is the other half. Read next:
 ``transfer.py``.
 """
 
@@ -16,9 +16,9 @@ from pslite.plane.interface import Buffer, Piece, Send, cut
 from pslite.plane.transfer import Request, Requested, Transfer, joined
 from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
 
-#: So often a list of parts has to be asked for before they are kept as one.
+#: A list of parts is kept as one state after it was requested more often than this.
 _FAMILIAR = 2
-#: At most this many lists that are not familiar yet are remembered.
+#: The most lists whose requests are counted.
 _MAX_LISTS = 256
 
 
@@ -28,9 +28,9 @@ class _QueuedMessage(NamedTuple):
     transfer: Transfer
     message: Exchange
     indices: Sequence[int] | None
-    """The parts that it carries; None for all."""
+    """Indices of the parts in the message; None for all."""
     frames: Sequence[Buffer] | None
-    """None while they are to be made."""
+    """None until they are made."""
 
 
 class WorkerPlane:
@@ -38,33 +38,33 @@ class WorkerPlane:
 
     def __init__(self, window: int) -> None:
         self._window = window
-        #: Part -> its state, which may be that of several.
+        #: Part -> its state; several parts may share one.
         self._parts: dict[int, Requested] = {}
-        #: How often a list of parts without a state of its own was asked for.
+        #: How often each list of parts without a joint state was requested.
         self._lists: Counter[Ints] = Counter()
         #: Transfers that are not complete, in order of submission.
         self._active: dict[Transfer, None] = {}
-        #: Server -> what waits to be sent there, a heap.
+        #: Server -> a heap of the messages that wait to be sent there.
         self.outbox: dict[int, list[tuple[int, int, _QueuedMessage]]] = {}
         self._sequence = 0
         self._stale: list[StaleEpoch] = []
         self._error: BaseException | None = None
         self._tell: Callable[[BaseException], None] | None = None
         self._departed: dict[int, BaseException] = {}
-        #: What was pushed and never answered. A server that was lost, or is thought to be, may
-        #: still read it where it lies; so it is never used again while the node is there.
+        #: The frames of pushes that were never answered. A server that was declared lost may still
+        #: read them in shared memory, so they are kept until the node ends.
         self._unanswered: list[Sequence[Buffer]] = []
         self.epoch = 1
 
     @property
     def num_active(self) -> int:
-        """Transfers that are not complete."""
+        """The number of transfers that are not complete."""
         return len(self._active)
 
     # -- events ------------------------------------------------------------------------
 
     def submit(self, transfer: Transfer) -> None:
-        """Take a request on; ``take`` hands out what may be sent."""
+        """Accept a request; ``take`` returns its messages when they may be sent."""
         if self._tell is not None and transfer.push:
             transfer.done = _telling(transfer.done, self._tell)
         error = self._error or self._departed.get(transfer.server)
@@ -90,9 +90,9 @@ class WorkerPlane:
             self._queue_send(transfer, ready)
 
     def answered(self, message: Answer, frames: Sequence[Buffer]) -> None:
-        """Take in an answer: a server has applied rounds, or sends values.
+        """Handle an answer: a server has applied rounds, or sends values.
 
-        Raises ``ProtocolError`` for an answer that makes no sense; what waits for it ends with one.
+        Raises ``ProtocolError`` for a malformed answer; its requests end with such an error too.
         """
         try:
             pieces = _pieces_in(message, frames)
@@ -133,7 +133,7 @@ class WorkerPlane:
         self._advance(freed, found)
 
     def _answered_whole(self, message: Answer, pieces: Sequence[Piece]) -> bool:
-        """Take in the answer to a request for a whole unit; return whether it is one."""
+        """Handle an answer that is for a whole list of parts; return whether it is one."""
         parts, rounds = message.parts, message.rounds
         state = self._parts.get(parts[0]) if parts else None
         if state is None or state.parts != parts or rounds.count(rounds[0]) != len(rounds):
@@ -151,7 +151,7 @@ class WorkerPlane:
         return True
 
     def refused(self, message: PartsFailed) -> None:
-        """End what a server could not do."""
+        """Fail the requests that a server refused."""
         error = rebuild(message.kind, message.error, role=message.role, rank=message.rank)
         is_open = message.pushed and not message.consumed
         self._come_to_nothing(message, lambda *_: error, is_open=is_open)
@@ -163,7 +163,7 @@ class WorkerPlane:
         *,
         is_open: bool,
     ) -> None:
-        """End what waits for these parts; pushes of open rounds free their numbers."""
+        """Fail the requests of a message; with ``is_open``, free their round numbers."""
         touched: set[Transfer] = set()
         freed: list[Requested] = []
         for part, round_ in zip(message.parts, message.rounds, strict=True):
@@ -178,7 +178,7 @@ class WorkerPlane:
         self._advance(freed, touched)
 
     def stale(self, message: StaleEpoch) -> None:
-        """Send a request again in the server's epoch, once that is announced."""
+        """Send a request again in the server's epoch, once the scheduler announced it."""
         if message.epoch > self.epoch:
             self._stale.append(message)
             return
@@ -203,25 +203,25 @@ class WorkerPlane:
             self.stale(message)
 
     def depart(self, server: int, error: BaseException) -> None:
-        """End what waits for a server that is gone, and what comes, with ``error``."""
+        """Fail all requests to a gone server, and later ones, with ``error``."""
         self._departed[server] = error
         self.outbox.pop(server, None)
         for transfer in [t for t in self._active if t.server == server]:
             self._drop(transfer, error)
 
     def fail(self, error: BaseException) -> None:
-        """End everything with ``error``: nothing can be done any more."""
+        """Fail all requests, and later ones, with ``error``."""
         self._error = error
         self.outbox.clear()
         for transfer in list(self._active):
             self._drop(transfer, error)
 
     def close(self) -> None:
-        """Let go of memory: the node has ended, and ``fail`` was called."""
+        """Release memory: the node has ended, and ``fail`` was called."""
         self._unanswered.clear()
 
     def tell_failures(self, tell: Callable[[BaseException], None]) -> None:
-        """Tell of each push that fails from now on: the node ends."""
+        """Call ``tell`` with the error of each push that fails from now on."""
         if self._tell is None:
             self._tell = tell
             for transfer in self._active:
@@ -229,7 +229,7 @@ class WorkerPlane:
                     transfer.done = _telling(transfer.done, tell)
 
     def forget(self, parts: Iterable[int]) -> None:
-        """Forget parts that are gone for good; requests under way are still answered."""
+        """Forget deleted parts, except parts with requests in flight."""
         for part in parts:
             state = self._parts.get(part)
             if state is not None and state.is_idle:
@@ -253,29 +253,29 @@ class WorkerPlane:
 
     @property
     def idle(self) -> bool:
-        """Whether every request has been answered."""
+        """Whether every request has been answered or has failed."""
         return not self._active
 
     @property
     def everything_sent(self) -> bool:
-        """Whether no request is held back any more."""
+        """Whether no request waits to be sent."""
         if self.outbox or self._stale:
             return False
         return not any(state.held for state in self._parts.values())
 
     @property
     def num_unsent(self) -> int:
-        """Messages that may be sent, and for which there were no credits yet."""
+        """The number of messages that wait for credits."""
         return sum(map(len, self.outbox.values()))
 
     def waiting_for(self) -> list[int]:
-        """Return the servers that have still to answer."""
+        """Return the servers that have not answered all requests."""
         return sorted({transfer.server for transfer in self._active})
 
     # -- inside ------------------------------------------------------------------------
 
     def _single(self, part: int) -> Requested:
-        """Return the state of this part alone."""
+        """Return the state of this part alone, split off or made if needed."""
         state = self._parts.get(part)
         if state is None:
             state = self._parts[part] = Requested((part,))
@@ -285,7 +285,7 @@ class WorkerPlane:
         return state
 
     def _whole(self, parts: Ints) -> Requested | None:
-        """Return the state of exactly these parts as one, if they can have one now."""
+        """Return the joint state of exactly these parts, if they can have one now."""
         state = self._parts.get(parts[0])
         if state is not None and state.parts == parts:
             return state
@@ -305,7 +305,7 @@ class WorkerPlane:
     def _match(
         self, part: int, round_: int, pushed: bool, *, is_answered: bool = True
     ) -> tuple[Transfer, int] | None:
-        """Find the request for one part that a message belongs to; count it as answered."""
+        """Find the request for one part of a message; mark it as answered."""
         if part not in self._parts:
             return None
         state = self._single(part)
@@ -317,13 +317,13 @@ class WorkerPlane:
         return request[0], request[1] or 0
 
     def _advance(self, states: Iterable[Requested], answered: Iterable[Transfer]) -> None:
-        """Send what waited for these answers, and forget transfers that are complete."""
+        """Send requests that waited for these answers; forget complete transfers."""
         for transfer in answered:
             if transfer.complete:
                 self._active.pop(transfer, None)
         ready: dict[Transfer, list[tuple[int | None, int]]] = {}
         for state in states:
-            # One at a time: each that is sent may hold back the next.
+            # One at a time: each request that is sent may hold back the next.
             while state.held and state.may_send(state.held[0][0], self._window):
                 request = state.held.popleft()
                 round_ = self._claim(state, request)
@@ -333,7 +333,7 @@ class WorkerPlane:
 
     @staticmethod
     def _claim(state: Requested, request: Request) -> int:
-        """Number the request and note that it is under way."""
+        """Give the request a round number and note that it is in flight."""
         transfer, _ = request
         round_ = state.pushed
         if transfer.push:
@@ -344,7 +344,7 @@ class WorkerPlane:
         return round_
 
     def _queue_send(self, transfer: Transfer, entries: Sequence[tuple[int | None, int]]) -> None:
-        """Put these (index, round) of a transfer into one message for its server.
+        """Queue one message with these entries (index, round) of a transfer.
 
         The index None stands for all parts, in the same round.
         """
@@ -388,7 +388,7 @@ class WorkerPlane:
 def _telling(
     done: Callable[[BaseException | None], None], tell: Callable[[BaseException], None]
 ) -> Callable[[BaseException | None], None]:
-    """Return ``done``, which tells of an error first."""
+    """Return a function that calls ``tell`` with an error, if any, and then ``done``."""
 
     def tell_and_end(error: BaseException | None) -> None:
         if error is not None:
