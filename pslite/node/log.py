@@ -82,7 +82,7 @@ class Log:
         self._line(text, logging.WARNING)
 
     def warn_seldom(self, topic: str, text: str) -> None:
-        """Write at most one warning of a topic in ten seconds, so that peers cannot flood it."""
+        """Warn of a topic at most once in ten seconds, so that peers cannot fill a log."""
         now = time.monotonic()
         if topic not in self._quiet and len(self._quiet) >= _MAX_TOPICS:
             topic = ""

@@ -34,7 +34,7 @@ class Pool(Protocol):
         """The number of submitted pieces of work that are not done yet."""
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Finish the submitted work and stop; return whether it was done in time. Idempotent.
+        """Finish submitted work and stop; return whether that was in time. Idempotent.
 
         Work that still runs after that ends with the process.
         """

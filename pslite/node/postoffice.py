@@ -298,7 +298,7 @@ class Postoffice:
         self.errands.timers.every(_EARLY_S, lambda now: self.customers.expire(now - limit_s))
 
     def step(self, timeout_s: float | None) -> bool:
-        """Handle events and commands, waiting at most ``timeout_s``; return if there were any."""
+        """Wait for work, at most ``timeout_s``, and do it; return whether there was any."""
         due = self.next_due()
         wait_s = 0.0 if self.errands.commands else max(0.0, due - self.clock())
         events = self.van.poll(wait_s if timeout_s is None else min(timeout_s, wait_s))

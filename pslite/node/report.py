@@ -1,4 +1,4 @@
-"""``Reporter``: makes a node's status reports for the scheduler. On the I/O thread.
+"""``Reporter``: makes a node's status reports for the scheduler (I/O thread).
 
 A report is made from existing counters and tables when the question arrives, so it costs nothing
 without questions. Read next: ``surveyor.py``, which collects the reports.
