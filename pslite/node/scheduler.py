@@ -1,7 +1,7 @@
-"""``SchedulerControl``: joining of nodes, barriers, and news of lost nodes.
+"""``SchedulerControl``: handles joins, barriers, and news of lost nodes.
 
-Runs on the scheduler node's I/O thread. Data never passes through here. The decisions are
-pure (``protocol/membership.py``, ``protocol/barrier.py``); this file carries them out.
+It runs on the scheduler node's I/O thread. Data never passes through it. Pure code decides
+(``protocol/membership.py``, ``protocol/barrier.py``); this file carries the decisions out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pslite.wire.messages import (
     Waiting,
 )
 
-#: How often barriers are looked at that have been open for long.
+#: How often to check for barriers that have been open for a long time.
 _LOOK_INTERVAL_S = 0.5
 
 
@@ -66,7 +66,7 @@ class SchedulerControl(NodeControl):
         )
         #: Van names of the nodes that wait for the roster.
         self._listeners = self._waiting = dict[str, NodeInfo]()
-        #: When the patience of the next one who waits in a barrier ends.
+        #: The timer for the earliest time limit of a barrier.
         self._impatience = office.errands.timers.new(self._give_up_barriers)
 
     # -- gathering ---------------------------------------------------------------------
@@ -158,7 +158,7 @@ class SchedulerControl(NodeControl):
         )
 
     def _give_up(self, error: Exception, now: float) -> None:
-        """Tell all who came why the cluster cannot come about, and end."""
+        """Tell all waiting nodes why the cluster cannot become complete, and end."""
         office = self._office
         for peer in self._waiting:
             office.links.send(peer, Refused(*told(error)), (), 0, now)
@@ -189,7 +189,7 @@ class SchedulerControl(NodeControl):
         self._impatience.set(self._barriers.next_due())
 
     def _report_barriers(self, now: float) -> None:
-        """Tell those who wait for long in a barrier who has not come."""
+        """Tell nodes that wait in a barrier for a long time who is missing."""
         for nodes, waits in self._barriers.overdue(now, self._office.config.report_after_s):
             for node in nodes:
                 self._office.send(node, waits)
@@ -208,7 +208,7 @@ class SchedulerControl(NodeControl):
     # -- deadlocks ---------------------------------------------------------------------
 
     def _deadlocked(self, text: str) -> None:
-        """End the barriers and tell the workers: all wait for each other."""
+        """End the barriers and tell the workers about their deadlock."""
         office = self._office
         office.log.warn(text)
         self._release(self._barriers.give_up(DeadlockError, text))
@@ -225,15 +225,15 @@ class SchedulerControl(NodeControl):
         if node is None:
             self._lost_while_gathering(peer, reason, now)
             return
-        # Who has failed already knows the cause, and must not wait for the acceptance of the dead.
+        # A failed node knows the cause, and must not wait until a dead node accepts messages.
         if office.error is not None or not self._hearsay.puts_off(node, reason, now):
             self._depart(node, left=False, reason=reason)
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
-        """Note that a member has lost others, and may end. Its word ends only itself."""
+        """Note that a member reports losses, and perhaps its own end."""
         membership, lost = self._office.membership, loss_in(message, speaker)
         if lost is not None:
-            # Where this node has a connection with them, its own verdict would be here by now.
+            # If the lost node is still connected here, it is probably alive: wait less.
             is_there = self._office.watch.is_connected(membership.uids.get(lost[0], ""))
             wait_s = VERDICT_S if is_there else VERDICT_S + self._office.config.lost_after_s
             self._heard_of(speaker, lost, now + wait_s)
@@ -256,7 +256,7 @@ class SchedulerControl(NodeControl):
         news = Members(
             office.membership.epoch, (gone.node.node_id,), (int(gone.left),), (gone.reason,)
         )
-        # Who waits for its last answers should know of a loss, and else not be bothered.
+        # Nodes that wait for their last answers must know of losses, but not of goodbyes.
         members = office.membership
         for node in members.neighbours() if gone.left else members.listeners():
             office.send(node.node_id, news)

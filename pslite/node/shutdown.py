@@ -1,17 +1,18 @@
-"""``Shutdown``: the orderly end of a node.
+"""``Shutdown``: ends a node in order.
 
 It runs on the I/O thread unless stated otherwise.
 
-A node that is done waits until its peers have accepted what it sent, says goodbye, and stays until
-that is accepted and all that it has pushed or pulled is answered: so a push that is not applied is
-heard of (``docs/decisions/0025-the-last-push.md``). A worker pushes nothing after its goodbye, so
-no two workers wait here for each other's next round. A server stays until all is applied and
-answered.
-A node that has failed only stays until the others know why.
+A node that is done waits until its peers have accepted its messages, and says goodbye. Then it
+stays until the goodbye is accepted and all its pushes and pulls are answered. So it learns of a
+push that is not applied (``docs/decisions/0025-the-last-push.md``). A worker does not push after
+its goodbye, so two workers never wait here for each other's next round. A server stays until it
+has applied and answered all pushes. A node that has failed stays only until the others know the
+cause.
 
-Waiting has no end while anything moves; peers that accept nothing for PS_CLOSE_TIMEOUT are given
-up, and rounds that lack other workers after PS_STALL_TIMEOUT, where that is set. Who gives up what
-is not accepted says no goodbye, and the others see a loss. Read next: ``Postoffice.close``.
+A node waits as long as there is progress. If peers do not accept messages for PS_CLOSE_TIMEOUT, it
+gives up. If only answers to rounds are missing, it gives up after PS_STALL_TIMEOUT, if that is set.
+A node that gives up on messages does not say goodbye, and the others see a loss. Read next:
+``Postoffice.close``.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ T = TypeVar("T")
 
 #: How long a node that has failed stays to tell the others why.
 _LAST_WORDS_S = 2.0
-#: When somebody is told what a node that ends waits for, and how often from then on.
+#: When a closing node first logs what it waits for, and the interval after that.
 FIRST_LINE_S = 5.0
 NEXT_LINE_S = 15.0
-#: How often a node looks at the clock though nothing happens.
+#: How often a closing node checks its state without events.
 _LOOK_S = 0.5
 
 
 class Push(Future[T]):
-    """The future of an app's push, with a flag whether its failure was reported.
+    """The future of an app's push, with a flag that its failure will be seen.
 
-    That is who has got the error from it, or has it call something when it is done.
+    ``is_heard`` is set when code gets the error from it, or registers a callback.
     """
 
     __slots__ = ("is_heard",)
@@ -72,21 +73,20 @@ class Push(Future[T]):
 
 
 class Unheard:
-    """Failures of calls that had returned and were never reported.
+    """Failures of calls that had already returned and that no caller has seen.
 
-    Any thread may use it.
-
-    What has the same text is the same: a push that was refused, and the pull that counts on it.
+    Any thread may use it. Errors with the same text count once, such as those of a refused push
+    and of the pull after it.
     """
 
     def __init__(self) -> None:
         self._errors: dict[str, BaseException] = {}
         self.pushes: set[Push[Any]] = set()
-        """Those of apps that are not answered yet."""
+        """The pushes of apps that are not answered yet."""
         self._failed: dict[str, Push[Any]] = {}
 
     def push(self, describe: Callable[[], str]) -> Push[Any]:
-        """Make the future of an app's push, whose failure somebody must hear of."""
+        """Make the future of an app's push, whose failure must be reported."""
         push: Push[Any] = Push(describe)
         self.pushes.add(push)
         Future.on_done(push, lambda _: self._answered(push))
@@ -99,15 +99,15 @@ class Unheard:
             self._failed[str(push._error)] = push if known.is_heard else known
 
     def note(self, error: BaseException) -> None:
-        """Note that a push was not applied, or what was sent was not accepted."""
+        """Note an error: a push was not applied, or a message was not accepted."""
         self._errors[str(error)] = error
 
     def heard(self, error: BaseException) -> None:
-        """Forget an error of which the caller has been told."""
+        """Forget an error that the caller has seen."""
         self._errors.pop(str(error), None)
 
     def take(self) -> BaseException | None:
-        """Return the first of them, which somebody is told now; forget the others."""
+        """Return the first error, for the caller to report; forget the others."""
         failed = [push.error() for push in self._failed.values() if not push.is_heard]
         errors, self._errors = [*self._errors.values(), *failed], {}
         self._failed.clear()
@@ -115,7 +115,7 @@ class Unheard:
 
 
 class CloseTimer:
-    """Whether to go on waiting, and when to say so. Pure."""
+    """Decides whether a closing node waits longer, and when it logs that. Pure."""
 
     def __init__(self, now: float) -> None:
         self._began_at = self._moved_at = now
@@ -123,13 +123,13 @@ class CloseTimer:
         self._left: object = None
 
     def is_over(self, left: object, now: float, limit_s: float) -> bool:
-        """Return whether nothing of what is ``left`` has moved for ``limit_s``."""
+        """Return whether ``left`` has not changed for ``limit_s``."""
         if left != self._left:
             self._left, self._moved_at = left, now
         return now - self._moved_at >= limit_s
 
     def waited_s(self, now: float) -> float | None:
-        """Return for how long this waits, when it is time for a line that says so."""
+        """Return how long the node has waited, if it is time to log that; else None."""
         if now < self._line_at:
             return None
         self._line_at = now + NEXT_LINE_S
@@ -140,7 +140,7 @@ class Shutdown:
     """The end of one node; ``look`` is called after each step until it returns True."""
 
     def __init__(self, node: Office, traffic: Traffic, unheard: Unheard) -> None:
-        #: Completes when the node may stop. What failed is in ``unheard``.
+        #: Completes when the node may stop. ``unheard`` has the failures.
         self.done: Future[None] = Future("the peers to accept the sent messages")
         self._node = node
         self._traffic = traffic
@@ -149,7 +149,7 @@ class Shutdown:
         self._last_words_until = math.inf
 
     def begin(self) -> None:
-        """Let nothing wait for company any more, and look from now on."""
+        """Submit requests that are held back, and check the state after each step."""
         node = self._node
         self._traffic.worker.tell_failures(self._unheard.note)
         self._traffic.send_joined()
@@ -169,7 +169,7 @@ class Shutdown:
             if not node.membership.has_said_goodbye:
                 node.membership.has_said_goodbye = True
                 node.control.say_goodbye()
-            # A goodbye is to be accepted, unless all peers have left: then no step would follow.
+            # Peers must accept the goodbye, unless all have left: then no step would follow.
             if self._is_over():
                 self.done.set_result(None)
         else:
@@ -177,7 +177,7 @@ class Shutdown:
         return self.done.done()
 
     def _is_over(self) -> bool:
-        """Return whether all is accepted and, after the goodbye, answered."""
+        """Return whether all messages are accepted and, after the goodbye, answered."""
         node = self._node
         is_accepted = not node.errands.commands and self._traffic.worker.everything_sent
         if not is_accepted or not node.links.everything_accepted():
@@ -191,7 +191,7 @@ class Shutdown:
         node, now = self._node, self._node.clock()
         unaccepted = node.links.unaccepted()
         left = unaccepted, self._traffic.num_requests, len(self._unheard.pushes)
-        # The rounds of other workers may take as long as they like, unless a limit is set.
+        # The rounds of other workers may take any time, unless a limit is set.
         name = "PS_CLOSE_TIMEOUT" if unaccepted else "PS_STALL_TIMEOUT"
         config = node.config
         limit_s = config.close_timeout_s if unaccepted else config.stall_timeout_s or math.inf
@@ -213,7 +213,7 @@ class Shutdown:
             node.log.warn(f"still closing after {waited_s:.0f} s: {what}")
 
     def _describe(self, unaccepted: dict[str, tuple[int, int]]) -> str:
-        """Return what is waited for, in words."""
+        """Return a text that says what this node waits for."""
         node = self._node
         if unaccepted:
             waits = [
@@ -236,9 +236,10 @@ class Shutdown:
         )
 
     def _say_last_words(self) -> None:
-        """Give the others time to hear of the cause before this node is gone.
+        """Wait a short time until the other nodes have accepted the cause of the failure.
 
-        Those that end themselves know one, and may be gone before they accept another.
+        Do not wait for nodes that are ending too: they know a cause, and may end before they accept
+        this one.
         """
         node, now = self._node, self._node.clock()
         self._last_words_until = min(self._last_words_until, now + _LAST_WORDS_S)
@@ -259,9 +260,9 @@ def _amount(count: int, nbytes: int) -> str:
 
 
 def wait_until(errands: Errands, condition: Callable[[], bool], limit: float) -> bool:
-    """Wait until ``condition`` holds on the I/O thread, which looks after each step.
+    """Wait until ``condition()`` is true; the I/O thread checks it after each step.
 
-    From any other thread; ``limit`` is by ``time.monotonic``.
+    From any other thread; ``limit`` is a time of ``time.monotonic``. Returns whether it is true.
     """
     met = threading.Event()
 

@@ -1,12 +1,12 @@
 """The start of a node: from settings to a running ``Postoffice``.
 
-``start`` is what programs call; ``make_node`` is the part that it shares with the simulator.
-Importing this module starts nothing.
+Programs call ``start``; the simulator shares only ``make_node``. An import of this module does not
+start anything.
 
-A script may end right after a push. So when the interpreter ends, a worker's node stays until what
-it pushed is applied and says goodbye; where a push was not applied, the process ends with a line
-that says so and with code 120 (``docs/decisions/0025-the-last-push.md``). That runs on the main
-thread, in an exit handler. Read next: ``shutdown.py``.
+A script may end right after a push. So when the interpreter ends, an exit handler on the main
+thread waits until the worker's pushes are applied and says goodbye. If a push was not applied, the
+process logs it and ends with code 120 (``docs/decisions/0025-the-last-push.md``). Read next:
+``shutdown.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pslite.van.zmq.addresses import (
 )
 from pslite.version import __version__
 
-#: Of libzmq, and the I/O thread.
+#: Two threads of libzmq, and the I/O thread.
 _OWN_THREADS = 3
 
 
@@ -60,20 +60,20 @@ def start(
 ) -> Postoffice:
     """Start a node and, with ``wait``, return once its cluster is complete.
 
-    A worker's node that is not closed when the interpreter ends is closed then.
+    If a worker's node is still open when the interpreter ends, it is closed then.
 
     Args:
-        config: the settings; by default those of the environment.
+        config: the settings; by default from the environment.
         make_van: makes the transport from the node's name; by default ZeroMQ.
-        prepare: called with the node before it joins, to add apps that must be there first.
-        write: where lines for people go.
-        wait: False returns at once; ``node.ready`` completes later.
+        prepare: called with the node before it joins, to add apps that must exist first.
+        write: writes a log line; by default as described in ``log.py``.
+        wait: False returns without waiting for the cluster; ``node.ready`` completes later.
 
     Raises:
-        ConfigError: a setting is missing or wrong, the port is busy, or the job's key is another.
-        DeadlineError: the cluster was not complete in time; the text says who is missing. Or the
-            scheduler's name had no address until then, for which servers and workers wait here,
-            also without ``wait``.
+        ConfigError: a setting is missing or wrong, the port is in use, or the job's key differs.
+        DeadlineError: the cluster was not complete in time (the text names the missing nodes), or
+            the scheduler's name could not be resolved in time. Servers and workers wait for that
+            here, also with ``wait=False``.
     """
     unknown: list[str] = []
     if config is None:
@@ -101,7 +101,7 @@ def start(
 
 
 def _check_room(config: Config, log: Log) -> None:
-    """Check that this process may have the files and threads of such a node."""
+    """Check that this process can open the files and start the threads of a node."""
     role = Role(config.role)
     warning = check_files(role, config.num_workers, config.num_servers)
     if warning is not None:
@@ -116,7 +116,7 @@ def _begun(
     log: Log,
     prepare: Callable[[Postoffice], None] | None,
 ) -> Postoffice:
-    """Make a node and let it join; close the van where it cannot begin."""
+    """Make a node and start it; close the van if that fails."""
     pool = None
     try:
         if config.role == Role.SERVER.value:
@@ -136,7 +136,7 @@ def _begun(
 
 
 def _pool_failed(node: Postoffice, error: BaseException) -> None:
-    """End the node: work of the pool has raised, so somebody gets no answer."""
+    """End the node: work of the pool raised, so a request will not be answered."""
     node.log.error(f"a task of the thread pool failed: {describe(error)[1]}")
     node.errands.call(lambda: node.fail(as_failure(error)))
 
@@ -150,7 +150,7 @@ def make_node(
     pool: Pool | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Postoffice:
-    """Make a node that is not driven yet: call its ``begin`` and then ``step``."""
+    """Make a node that does not run yet: call its ``begin`` and then ``step``."""
     role = Role(config.role)
     host = config.root_uri if role is Role.SCHEDULER else advertised_host(config)
     port = 0
@@ -192,14 +192,14 @@ def _bind(config: Config, role: Role, van: Van, host: str) -> int:
 
 
 def node_uid(role: Role, incarnation: int) -> str:
-    """Return the name of a node's van; the scheduler's is known to all beforehand."""
+    """Return the name of a node's van; the scheduler's name is always the same."""
     return SCHEDULER if role is Role.SCHEDULER else f"{role.letter}{incarnation:016x}"
 
 
 def _over_tcp(config: Config, log: Log) -> tuple[Config, Callable[[str], Van]]:
-    """Return settings with this node's address, and what makes its van.
+    """Return settings with this node's address, and a function that makes its van.
 
-    The scheduler's name is looked up here, once: the I/O thread must not wait for a name server.
+    It resolves the scheduler's name once, because the I/O thread must not wait for a name server.
     """
     from pslite.van.faulty import FaultPlan, FaultyVan
     from pslite.van.zmq.van import ZmqVan
@@ -234,10 +234,10 @@ def _over_tcp(config: Config, log: Log) -> tuple[Config, Callable[[str], Van]]:
 
 
 def wait_for_address(config: Config, log: Log) -> HostAddresses:
-    """Wait until the scheduler's name means something; return what.
+    """Wait until the scheduler's name can be resolved; return its addresses.
 
     Raises:
-        DeadlineError: it has no address within PS_RENDEZVOUS_TIMEOUT.
+        DeadlineError: it cannot be resolved within PS_RENDEZVOUS_TIMEOUT.
     """
     name, limit_s = config.root_uri, config.rendezvous_timeout_s
     news = threading.Event()
@@ -268,7 +268,7 @@ def _check_is_here(config: Config) -> None:
     try:
         endpoint = resolve(config.root_uri, config.root_port)
     except OSError:
-        return  # the van says so when it is to listen there
+        return  # the van raises an error when it tries to listen there
     if not endpoint.is_local:
         raise _beyond_this_machine(config)
 
@@ -279,16 +279,16 @@ def _beyond_this_machine(config: Config) -> ConfigError:
 
 
 def leave_at_exit(node: Postoffice) -> None:
-    """Have the interpreter's end close this node, unless it is closed by then."""
+    """Register an exit handler that closes this node, unless it is closed by then."""
     atexit.register(_leave, weakref.ref(node))
 
 
 def _leave(known: weakref.ref[Postoffice]) -> None:
-    """Say goodbye, unless an exception has ended the script.
+    """Close the node; say goodbye unless an exception has ended the script.
 
-    Without one the others see a lost worker, which ends the job, instead of a worker that has
-    got all it wanted. The interpreter leaves an uncaught exception in ``sys.last_value``; in
-    an interactive session that says nothing about its end.
+    Without a goodbye, the others see a lost worker, which ends the job. The interpreter stores an
+    uncaught exception in ``sys.last_value``. In an interactive session, it does not mean that the
+    session has failed.
     """
     node = known()
     if node is None:
@@ -303,12 +303,12 @@ def _leave(known: weakref.ref[Postoffice]) -> None:
 
 
 def _end_with_failure() -> None:
-    """Have the interpreter, at its exit handlers, end with a code that is not 0.
+    """Make the interpreter end with code 120, from an exit handler.
 
-    What a handler raises changes nothing, and ``os._exit`` would skip the handlers of others and
-    lose what files have not written yet. But the code becomes 120 when the interpreter cannot
-    flush its standard streams, which it does after all handlers (Python's documentation of
-    ``sys.exit``); of standard error it does not say so besides.
+    Exceptions of a handler do not change the code, and ``os._exit`` would skip other handlers and
+    lose unwritten data of files. But the interpreter ends with code 120 if it cannot flush its
+    standard streams after all handlers (Python's documentation of ``sys.exit``). For standard
+    error it does not print a message about that.
     """
     sys.stderr = _Unflushable(sys.stderr)
 
@@ -327,5 +327,5 @@ class _Unflushable:
             self._stream.flush()  # type: ignore[attr-defined]
         try:
             sys._getframe(1)
-        except ValueError:  # no line of Python has called this
+        except ValueError:  # the caller is the interpreter itself, not Python code
             raise OSError("a push was not applied") from None

@@ -1,8 +1,8 @@
-"""``Surveyor``: collect the status of all nodes and answer observers.
+"""``Surveyor``: collects the status of all nodes and answers observers.
 
-An observer has a connection and nothing else: it is in no roster, has no rank, counts in no
-barrier, and nothing is kept of it. When whom to ask is decided in ``protocol/surveys.py``; here
-is what is sent, and how a ``Survey`` is put together. Used by ``scheduler.py``.
+An observer has only a connection: it is not in the roster, does not have a rank and does not enter
+barriers, and the scheduler keeps no state of it. ``protocol/surveys.py`` decides when to ask which
+nodes. This file sends the messages and makes the ``Survey``. ``scheduler.py`` uses it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pslite.wire.survey import (
 )
 
 MAX_REPORT_BYTES = 1 << 18
-"""Of one node's report; they are some hundreds, or thousands where it waits for much."""
+"""The limit of one node's report; most have some hundreds, with many waits thousands."""
 MAX_SURVEY_BYTES = MAX_HEADER_BYTES - (64 << 10)
-"""Of what an observer is answered: with the rest of the message it fits into one header."""
+"""The limit of the answer to an observer: the message must fit into one header."""
 _LOOKS = ""
-"""Asks for a survey like an observer, none of which has this name."""
+"""The name under which the scheduler itself asks for a survey; observers have other names."""
 _MOST_LACKING = 3
 _GROUPS = {1: "the scheduler", 2: "all servers", 4: "all workers", 7: "all nodes"}
 
@@ -62,7 +62,7 @@ class Surveyor:
         self._timer = office.errands.timers.new(self.tick)
 
     def asked(self, peer: str, message: StatusQuestion, now: float) -> None:
-        """Handle a question about the job's state, by somebody who has its key."""
+        """Handle an observer's question about the job's status."""
         if message.package != self._package:
             theirs = clean(message.package[:64])
             text = (
@@ -82,13 +82,13 @@ class Surveyor:
                 self._office.send(node, StatusQuestion(number, self._package))
 
     def long_wait(self, worker: int, now: float) -> None:
-        """Handle the long wait of a worker's thread."""
+        """Handle a worker's report that one of its threads waits for a long time."""
         if len(self._office.membership.live(Role.WORKER)) == self._office.config.num_workers:
             self._looks.long_wait(worker, self._office.config.num_workers, now)
         self.tick(now)
 
     def reported(self, node: int, message: StatusReport, now: float) -> None:
-        """Handle a node's answer."""
+        """Handle a node's status report."""
         if len(message.body) > MAX_REPORT_BYTES:
             raise ProtocolError(f"a status report has {len(message.body)} bytes, over the limit")
         self._surveys.answer(node, message.question, unpacked(NodeReport, message.body))
@@ -100,7 +100,7 @@ class Surveyor:
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Answer those who have waited long enough, or whose survey is complete."""
+        """Answer observers whose survey is complete or whose time limit has passed."""
         if self._looks.take_due(now):
             self._ask(_LOOKS, 0, now)
         served = dict(self._surveys.take_served(now))
@@ -116,7 +116,7 @@ class Surveyor:
     # -- whether the workers wait for each other ---------------------------------------
 
     def _look(self, now: float) -> None:
-        """Conclude a survey: all nodes have answered, or had time to."""
+        """Check a finished survey for a deadlock of the workers."""
         roster, reports = self._rendezvous.roster, self._reports(now)
         gone = self._office.membership.gone
         moved: dict[int, int] = {
@@ -134,7 +134,7 @@ class Surveyor:
     # -- what is told ------------------------------------------------------------------
 
     def _reports(self, now: float) -> dict[int, NodeReport]:
-        """Return the last survey's reports by node id, and the scheduler's own."""
+        """Return the reports of the last survey and the scheduler's own, by node id."""
         names = {node.node_id: node.name for node in (self._node, *self._rendezvous.roster)}
         waits = [
             Wait(
@@ -183,7 +183,7 @@ class Surveyor:
 
 
 def explained(calls: Mapping[int, Sequence[str]], lacking: Sequence[Wait]) -> str:
-    """Return the text of ``DeadlockError``; ``calls`` are those of each rank."""
+    """Return the text of ``DeadlockError``; ``calls`` maps each rank to its calls."""
     ranks: dict[str, list[int]] = {}
     for rank, threads in sorted(calls.items()):
         ranks.setdefault(" and in ".join(threads), []).append(rank)
@@ -202,7 +202,7 @@ def explained(calls: Mapping[int, Sequence[str]], lacking: Sequence[Wait]) -> st
 
 
 def body_of(survey: Survey) -> bytes:
-    """Pack reports for the wire; leave out waits or whole reports if too long.
+    """Pack a survey; leave out waits, or whole reports, if it is too long.
 
     Nodes choose the lengths, and a message that is too long would end the scheduler.
     """
