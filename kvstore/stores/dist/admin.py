@@ -1,8 +1,8 @@
 """The control calls of distributed stores: keys, optimizers, files, the cluster.
 
-``DistControl`` is what ``DistKVStore`` (``store.py``) builds on, which moves the values. What
-is asked of servers and directory stands in ``control_client.py``. Public calls may come from any
-thread but the node's I/O thread, on which only calls that return futures work.
+``DistControl`` is the base class of ``DistKVStore`` (``store.py``), which moves the values. The
+requests to servers and directory are in ``control_client.py``. Public calls may come from any
+thread except the node's I/O thread, on which only calls that return futures work.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _store_numbers: weakref.WeakKeyDictionary[Postoffice, Iterator[int]] = weakref.W
 
 
 class DistControl(KVStore):
-    """All of a distributed store but the calls that move values."""
+    """A distributed store without the calls that move values."""
 
     def __init__(self, name: str, node: Postoffice, *, synchronous: bool) -> None:
         self._name = name
@@ -76,7 +76,7 @@ class DistControl(KVStore):
         self._exchange = DenseExchange(node)
         self._waiter = Waiter(node)
         self._progress = progress_of(node)
-        #: Calls of ``init`` that are not over, whatever their keys.
+        #: All unfinished calls of ``init``.
         self._inits = InFlight()
         self._table = KeyTable()
         wait = self._waiter.wait
@@ -98,7 +98,7 @@ class DistControl(KVStore):
 
     @property
     def node(self) -> Postoffice:
-        """This process's node, on which other stores may be made (``create_dist``)."""
+        """This process's node, on which other stores can be created (``create_dist``)."""
         return self._node
 
     @property
@@ -113,12 +113,12 @@ class DistControl(KVStore):
         self._wait(self.set_optimizer_async(optimizer))
 
     def set_optimizer_async(self, optimizer: Optimizer) -> Future[None]:
-        """Set the optimizer; earlier pushes belong to the earlier optimizer."""
+        """Set the optimizer for later pushes; earlier ones still use the current one."""
         self._check()
         return self._optimizer.set(optimizer)
 
     def set_optimizer_params(self, **numbers: Number) -> None:
-        # Not what the servers use now: another rank may be some calls ahead of this one.
+        # Not the servers' current optimizer: another rank may be some calls ahead of this one.
         optimizer = self._optimizer.known or self.current_optimizer()
         self.set_optimizer(optimizer.replace(**numbers))
 
@@ -233,7 +233,7 @@ class DistControl(KVStore):
     def _load(
         self, name: str, open_file: Callable[[], SavedStates], residuals: pathlib.Path
     ) -> None:
-        """Load each worker's residuals; the lowest rank sends the servers a file's data."""
+        """Load each worker's residuals; the lowest rank sends the file to the servers."""
 
         def load() -> Sequence[Key]:
             with open_file() as saved:
@@ -262,7 +262,8 @@ class DistControl(KVStore):
     def barrier(self, timeout: float | None = None) -> None:
         self._check_may_wait()
         limit_s = checked_timeout(timeout) or self._node.config.stall_timeout_s or math.inf
-        # The scheduler ends it, for all and with names; the wait here ends where that is silent.
+        # The scheduler ends it for all workers and names the missing ones; the limit here only
+        # applies if the scheduler does not answer.
         reached = self._node.barrier(WORKER_GROUP, limit_s)
         self._wait(reached, limit_s + _SCHEDULERS_WORD_S, is_limited=timeout is not None)
 
@@ -310,14 +311,14 @@ class DistControl(KVStore):
         exception: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Close the store; after an exception, without waiting for pushes."""
+        """Close the store; after an exception, do not wait for pushes."""
         if exception is None:
             self.close()
         elif not self._is_closed:
             self._leave()
 
     def _hear_of_pushes(self) -> None:
-        """Wait for the answers of all pushes; raise the error of a failed one."""
+        """Wait for the answers of all pushes; raise the error of a failed push."""
         errands = self._node.errands
         if errands.is_forked:
             return
@@ -344,7 +345,7 @@ class DistControl(KVStore):
             freed = self._servers.close(entries.values())
             return freed.then(lambda _: self._servers.report(call, list(entries)))
 
-        # Once all workers have closed it, its memory on the servers is freed. No worker waits.
+        # When all workers have closed it, the servers free its memory. No worker waits for that.
         with suppress(PSError):
             unfinished = settled([*self._exchange.unfinished(), *self._inits.of()])
             unfinished.then(lambda _: self._servers.meet(call, CLOSING)).then(free)
@@ -356,7 +357,7 @@ class DistControl(KVStore):
 
     def _init(self, specs: Mapping[Key, KeySpec], hosts: Sequence[HostValue]) -> Future[None]:
         self._exchange.check_coding(self._exchange.coding)
-        # Sizes are checked by the directory: a rank that raised here would leave others waiting.
+        # The directory checks sizes: if a rank raised here, the others would wait for it.
         scope = self._optimizer.scope
         made = self._servers.init(
             specs, hosts, self._exchange.entries, self._exchange.coding, scope=scope
@@ -371,18 +372,18 @@ class DistControl(KVStore):
         self._table.add({entry.key: entry.spec for entry in entries}, row_sparse)
 
     def _settle(self) -> None:
-        """Wait until nothing of this store is in flight; waiters get the errors."""
+        """Wait until no call of this store is in flight; their own waits raise errors."""
         self._wait(settled([*self._exchange.unfinished(), *self._inits.of()]))
 
     def _together(self, name: str, act: Callable[[], Sequence[Key]]) -> list[KeyEntry]:
-        """Wait for all workers, let the lowest rank ``act``; all get its error.
+        """Wait for all workers, then let the lowest rank ``act``; all get its error.
 
-        ``act`` returns the keys that are gone. Returns all keys of the store.
+        ``act`` returns the keys that it has deleted. Returns all keys of the store.
         """
         return self._meet(name, lambda _: act())[1]
 
     def _meet(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, list[KeyEntry]]:
-        """Meet as in ``_together``, with this call's number, equal on all workers."""
+        """Do as ``_together``; also return the call's number, equal on all workers."""
         call, news = self._joint_calls.make(name, act)
         entries, self._optimizer.num_calls = self._servers.news_of(news)
         return call, entries
@@ -402,7 +403,7 @@ class DistControl(KVStore):
             raise
 
     def _tell(self, error: BaseException) -> None:
-        """Record that the caller gets this error now, so it is not raised again."""
+        """Record that the caller gets this error now, so that it is not raised again."""
         self._node.unheard.heard(error)
         if str(self._late_error) == str(error):
             self._late_error = None
@@ -421,7 +422,7 @@ class DistControl(KVStore):
 
 
 def _named(keys: Sequence[Key]) -> str:
-    """Return a list of keys for people, which differs when the keys do."""
+    """Return a short text for a list of keys; different lists give different texts."""
     if len(keys) <= 5:
         return repr(list(keys))
     return f"{keys[:5]!r} and {len(keys) - 5} more, checksum {zlib.crc32(repr(keys).encode()):08x}"

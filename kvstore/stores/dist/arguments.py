@@ -1,12 +1,11 @@
 """Check the arrays of a distributed call, and view them as bytes to send or fill.
 
-Training loops pass plain NumPy arrays, or NDArrays that wrap such, of their keys' very shapes and
-dtypes. These are recognised at a glance and their memory is used as it is, in a few passes over the
-whole list. Every other call goes through the checks of ``stores/arguments.py`` and the adapters of
-``arrays/``, key by key, to the same result; several values for a key are added up. Arrays are
-looked at again in each call, and nothing here keeps them. Runs on the caller's thread and may wait
-for lazy arrays. Read next: ``store.py``, which uses it, ``in_flight.py``, and ``gpu_sums.py`` for
-values on GPUs.
+Training loops pass plain NumPy arrays, or NDArrays that wrap them, with exactly their keys' shapes
+and dtypes. A few passes over the whole list recognise these, and their memory is used directly.
+Every other call goes through the checks of ``stores/arguments.py`` and the adapters of ``arrays/``,
+key by key, with the same result; several values for a key are added up. Arrays are checked again in
+each call, and nothing here keeps them. Runs on the caller's thread and may wait for lazy arrays.
+Read next: ``store.py``, which uses it, ``in_flight.py``, and ``gpu_sums.py`` for values on GPUs.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from kvstore.stores.lazy import (
 
 
 class Sums(NamedTuple):
-    """One value for each key of a call, flat, on the host."""
+    """The summed value of each key of a call, flat, on the host."""
 
     memories: list[Bytes]
     are_ours: bool
-    """Whether none of them is a caller's own array: then they need not be copied to be sent."""
+    """Whether all of this memory is the store's: then it is sent without a copy."""
 
 
 AddUp = Callable[[Sequence[Sequence[Array]], Sequence[KeySpec]], Sums]
-"""Adds the arrays of each key of a call up; a single one on the host is not copied."""
+"""Adds up the arrays of each key of a call; a single array on the host is not copied."""
 
 _HOST = Context("cpu", 0)
 _LISTS = (list, tuple)
@@ -50,7 +49,7 @@ _NO_GROUPS: Mapping[Key, Sequence[Array]] = {}
 
 
 class Checked(NamedTuple):
-    """The checked arrays of one call: ``plain`` ones, or ``groups`` of any."""
+    """The checked arrays of one call: ``plain`` arrays, or ``groups`` of any arrays."""
 
     keys: KeyList
     groups: Mapping[Key, Sequence[Array]]
@@ -58,14 +57,14 @@ class Checked(NamedTuple):
     plain: Sequence[np.ndarray[Any, Any]] | None
     """One C-contiguous array of the key's shape and dtype for each key."""
     lazy: Sequence[Array] | None
-    """All arrays, if each of them is an NDArray; ``plain`` has what they wrap."""
+    """All arrays, if each is an NDArray; then ``plain`` has the arrays inside them."""
     sparse: Mapping[Key, Sequence[Array]] = _NO_GROUPS
-    """Further keys and their arrays: where the key is row-sparse, or an array is."""
+    """Further keys with their arrays, if the key or one of the arrays is row-sparse."""
 
     def memory_to_send(self, add_up: AddUp) -> tuple[list[Bytes], bool]:
-        """Each key's value, as ``Sums`` has it; else it may be a caller's own array.
+        """Return each key's summed value, and whether all of the memory is the store's.
 
-        Waits until lazy arrays have the values that they wait for.
+        Waits until lazy arrays have their values.
         """
         if self.plain is None:
             return add_up(list(self.groups.values()), self.keys.specs)
@@ -74,9 +73,9 @@ class Checked(NamedTuple):
         return flat_bytes_of(self.plain), False
 
     def landing(self) -> Destination:
-        """Return where values arrive that fill these arrays.
+        """Return the destination that receives values for these arrays.
 
-        Waits for earlier calls that still work in lazy arrays.
+        Waits for earlier calls that still use the lazy arrays.
         """
         if self.plain is None:
             arrays = [unwrapped(outs) for outs in self.groups.values()]
@@ -87,16 +86,16 @@ class Checked(NamedTuple):
 
 
 def sums_on_host(rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Sums:
-    """Return each key's values, added up on the host, whatever devices they are on."""
+    """Add up each key's values, from any devices, on the host."""
     pairs = zip(rows, specs, strict=True)
     sums = [sum_on(_HOST, row, spec) for row, spec in pairs]
     return Sums(sums, all(len(row) > 1 for row in rows))
 
 
 def sum_on(device: Context, row: Sequence[Array], spec: KeySpec) -> Bytes:
-    """Return one key's values, added up on a device, flat on the host.
+    """Add up one key's values on a device; return the sum as flat memory on the host.
 
-    Memory of its own, unless there is a single value, which was on the host.
+    The memory is new, except for a single value on the host.
     """
     if len(row) == 1:
         return flat_bytes(adapter_for(row[0]).to_host(row[0]))
@@ -105,13 +104,13 @@ def sum_on(device: Context, row: Sequence[Array], spec: KeySpec) -> Bytes:
 
 
 def values_to_push(table: KeyTable, key: object, value: object) -> Checked:
-    """Return the values that a call pushes, checked by ``KeyTable.check_push``."""
+    """Check the values of a push and return them. Raises as ``KeyTable.check_push``."""
     found = _usual_values(table, key, value, are_written=False)
     return found or _grouped(table, table.check_push(key, value))
 
 
 def values_to_fill(table: KeyTable, key: object, out: object) -> Checked:
-    """Return the arrays that a call fills, checked by ``KeyTable.check_out``."""
+    """Check the arrays to fill and return them. Raises as ``KeyTable.check_out``."""
     found = _usual_values(table, key, out, are_written=True)
     return found or _grouped(table, table.check_out(key, out))
 
@@ -119,7 +118,7 @@ def values_to_fill(table: KeyTable, key: object, out: object) -> Checked:
 def _usual_values(
     table: KeyTable, key: object, values: Any, *, are_written: bool
 ) -> Checked | None:
-    """Return the values of a usual call, which needs no more checks, else None."""
+    """Return a call's values if they are usual and need no more checks, else None."""
     keys = table.usual(key)
     if keys is None:
         return None

@@ -1,13 +1,13 @@
 """Batch small pushes and pulls into few messages.
 
-A script that calls ``push`` and ``pull`` key by key, into arrays that are read later, would
-send two messages a key. Instead its calls are collected in a ``CallBatch`` and sent together: a key
-that was pushed and then pulled becomes one exchange, and small keys share messages, those of the
-highest priority first. Order is kept: a call that would overtake an earlier one of the same key
-goes into a later ``Mix``. How calls travel depends on their ``Shape`` only, so it is worked out
-once for a loop that repeats (``loads_of``), which then only fills in its arrays
-(``transfers_of``); and batches end where they did the last time, unless a caller waits. Calls are
-collected on the caller's thread and become transfers on the I/O thread. Read next: ``transfer.py``.
+If a script calls ``push`` and ``pull`` key by key, into arrays that are read later, each key
+would need two messages. Instead the calls are collected in a ``CallBatch`` and sent together: a
+push and then a pull of the same key become one exchange, and small keys share messages, highest
+priority first. Order is kept: a call that would overtake an earlier call of the same key goes into
+a later ``Mix``. The messages depend only on the ``Shape`` of the calls, so ``loads_of`` computes
+them once for a loop that repeats, and ``transfers_of`` then only adds the arrays. Batches end at
+the same calls as the last time, unless a caller waits. Calls are collected on the caller's thread
+and become transfers on the I/O thread. Read next: ``transfer.py``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from pslite import Future, Postoffice
 from pslite.future import complete_all
 from pslite.plane import Transfer
 
-#: A batch is full with this many calls: a loop over many small keys has sent the first ones
-#: before it has come to the last.
+#: A batch has at most this many calls, so that a loop over many small keys sends the first ones
+#: before it reaches the last.
 _MAX_CALLS = 128
 
 Shape = tuple[tuple[Key, ...], bool, bool, int]
-"""What decides how a call travels: its keys, whether it pushes and pulls them, its priority."""
+"""A call without its arrays: its keys, whether it pushes, whether it pulls, its priority."""
 
 
 class BatchedCall(Future[None]):
     """One call: its keys with the pushed value and the destination of each.
 
-    It is the future of its own end. One is made for each key of a loop, so it is made of little.
+    It is also the future that completes when the call ends. A loop makes one for each key, so it
+    has few fields.
     """
 
     __slots__ = ("error_so_far", "left", "shape", "sources", "targets")
@@ -51,14 +52,14 @@ class BatchedCall(Future[None]):
         super().__init__()
         self.shape: Shape = (keys, sources is not None, targets is not None, priority)
         self.sources: Sequence[Bytes] = () if sources is None else sources
-        """Copies that belong to the call; parallel to its keys."""
+        """Copies that belong to the call, one for each key."""
         self.targets: Sequence[Bytes] = () if targets is None else targets
-        #: Messages that carry something of it and are not done. On the I/O thread, as the next.
+        #: The number of unfinished messages with its data. Like the next field, I/O thread only.
         self.left = 0
         self.error_so_far: BaseException | None = None
 
     def let_go(self) -> None:
-        """Release values and callers' arrays: the message is done."""
+        """Release the copies and the caller's arrays: the messages are done."""
         self.sources = self.targets = ()
 
     @property
@@ -70,13 +71,13 @@ class BatchedCall(Future[None]):
 
 
 def answer_for(keys: Sequence[Key]) -> str:
-    """Describe the answer that a call for these keys waits for."""
+    """Describe the answer for which a call with these keys waits."""
     shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
     return f"the servers' answer for {shown}"
 
 
 def note_arrived(calls: Iterable[BatchedCall]) -> None:
-    """Record that a message with a share of each of these is done. On the I/O thread."""
+    """Record that a message with data of these calls is done. On the I/O thread."""
     whole = []
     for call in calls:
         call.left -= 1
@@ -91,9 +92,9 @@ def note_arrived(calls: Iterable[BatchedCall]) -> None:
 
 
 class CallBatch:
-    """Calls that wait to go out together; ``flush`` sends them.
+    """Calls that are sent together; ``flush`` sends them.
 
-    What they push is copied into ``staging``, one value behind another, as long as it fits.
+    Pushed values are copied into ``staging``, one after the other, as long as they fit.
     """
 
     __slots__ = (
@@ -119,14 +120,14 @@ class CallBatch:
 
     @property
     def staging(self) -> Bytes | None:
-        """All that is pushed, without a gap; None where values have copies of their own.
+        """All pushed values without gaps; None if there is a gap or values are elsewhere.
 
-        There is a gap where an interrupt kept a call from being added after it was staged.
+        There is a gap if an interrupt came after a call was staged and before it was added.
         """
         return self._staging if self._filled_bytes == self._pushed_bytes else None
 
     def stage(self, sources: Sequence[Bytes], nbytes: int) -> list[Bytes] | None:
-        """Return copies of a call's values, of ``nbytes``; None without room for them."""
+        """Copy a call's values, of ``nbytes`` in all, to ``staging``; None without room."""
         staging, start = self._staging, self._filled_bytes
         if staging is None or start + nbytes > len(staging):
             self._staging = None
@@ -154,20 +155,20 @@ class CallBatch:
     def pull_last(
         self, keys: tuple[Key, ...], targets: Sequence[Bytes], priority: int, nbytes: int
     ) -> BatchedCall | None:
-        """Add a pull to the last call, a push of the same keys; None if it is not.
+        """Add a pull to the last call if that pushes the same keys; otherwise return None.
 
-        That is what a loop over keys does, and one call costs half as much as two.
+        A loop over keys makes such calls, and one call costs half as much as two.
         """
         call = self.calls[-1]
         if call.shape != (keys, True, False, priority):
             return None
-        call.targets = targets  # first: an interrupt in between must not leave a pull to nowhere
+        call.targets = targets  # first: an interrupt must not leave a pull without targets
         call.shape = (keys, True, True, priority)
         self._pulled_bytes += nbytes
         return call
 
     def has_room(self, nbytes: int, *, pushes: bool) -> bool:
-        """Return whether a call should join these. A pull always joins the push before it."""
+        """Return whether a call should join these; a pull always joins a push before it."""
         if not pushes and self.calls and self.calls[-1].shape[1]:
             return True
         before = self._pushed_bytes if pushes else self._pulled_bytes
@@ -179,15 +180,15 @@ class Mix(NamedTuple):
 
     keys: tuple[Key, ...]
     calls: tuple[tuple[int, ...], ...]
-    """The calls of each key, by their position among all."""
+    """The positions of each key's calls in the batch."""
     priorities: tuple[int, ...]
     sources: tuple[tuple[int, int], ...]
-    """For each key, which call has its value, and where among its keys; empty for a pull."""
+    """For each key, the call with its value and the key's position there; empty for a pull."""
     targets: tuple[tuple[int, int], ...]
 
 
 def mixes_of(shapes: Sequence[Shape]) -> list[Mix]:
-    """Return the mixes in which calls are sent: as few as their order allows."""
+    """Return the mixes in which calls are sent: the fewest that keep the calls' order."""
     mixes: list[Mix] = []
     step: dict[Key, _KeyStep] = {}
     for number, (keys, pushes, pulls, priority) in enumerate(shapes):
@@ -218,7 +219,7 @@ class _KeyStep:
 
 
 def _fits(keys: Sequence[Key], step: dict[Key, _KeyStep], *, pushes: bool) -> bool:
-    """Return whether a call may join a batch: only a pull after a push of its key."""
+    """Return whether a call may join a step: a key allows only a pull after its push."""
     for key in keys:
         entry = step.get(key)
         if entry is not None and (pushes or entry.target is not None):
@@ -227,7 +228,7 @@ def _fits(keys: Sequence[Key], step: dict[Key, _KeyStep], *, pushes: bool) -> bo
 
 
 def _kinds_of(step: dict[Key, _KeyStep]) -> list[Mix]:
-    """Return the step's keys by what happens to them."""
+    """Return a mix each for the step's keys with a push, with a pull, and with both."""
     kinds: dict[tuple[bool, bool], list[Key]] = {}
     for key in sorted(step, key=lambda key: -step[key].priority):
         entry = step[key]
@@ -246,17 +247,17 @@ def _mix(keys: Sequence[Key], entries: Sequence[_KeyStep]) -> Mix:
 
 
 class Load(NamedTuple):
-    """One message for parts of several calls, given by their positions."""
+    """One message with parts of several calls, which are given by their positions."""
 
     mix: Mix
     group: Group
     calls: tuple[tuple[int, ...], ...]
-    """Parallel to the parts."""
+    """The calls of each part."""
     each: tuple[int, ...]
-    """All of them, once."""
+    """All these calls, each once."""
     priority: int
     lying: tuple[int, int] | None
-    """Where the batch's staging has its values as they travel; None where they lie apart."""
+    """The range of ``staging`` that can be sent as the message; None if values are not adjacent."""
 
 
 def loads_of(
@@ -264,7 +265,7 @@ def loads_of(
     entries: Mapping[Key, KeyEntry],
     plan: Callable[[Sequence[Key]], Iterable[Group]],
 ) -> list[Load]:
-    """Return the messages for calls of these shapes; ``plan`` plans keys."""
+    """Return the messages for calls of these shapes; ``plan`` groups the keys."""
     starts = _staged(shapes, entries)
     loads = []
     for mix in mixes_of(shapes):
@@ -282,7 +283,7 @@ def loads_of(
 
 
 def _staged(shapes: Sequence[Shape], entries: Mapping[Key, KeyEntry]) -> dict[tuple[int, int], int]:
-    """Return the staged memory of each pushed value, by call and key of the call."""
+    """Return the offset of each pushed value in ``staging``, by call and key position."""
     starts, start = {}, 0
     for number, (keys, pushes, _, _) in enumerate(shapes):
         for index, key in enumerate(keys if pushes else ()):
@@ -292,7 +293,10 @@ def _staged(shapes: Sequence[Shape], entries: Mapping[Key, KeyEntry]) -> dict[tu
 
 
 def _in_a_row(group: Group, places: Sequence[int]) -> tuple[int, int] | None:
-    """Return the bytes of a group whose keys begin at these offsets, or None."""
+    """Return the byte range of a group if its parts are adjacent, or None.
+
+    ``places`` are the offsets of the parts' keys.
+    """
     stop = begin = places[0] + group.slices[0].start
     for piece, place in zip(group.slices, places, strict=True):
         if place + piece.start != stop:
@@ -304,10 +308,9 @@ def _in_a_row(group: Group, places: Sequence[int]) -> tuple[int, int] | None:
 def transfers_of(
     node: Postoffice, loads: Sequence[Load], calls: Sequence[BatchedCall], staging: Bytes | None
 ) -> list[Transfer]:
-    """Return the messages for these calls; each call ends with its last one.
+    """Return the transfers for these calls; each call ends with its last transfer.
 
-    ``staging`` has all that is pushed, one value behind another; None where each value has
-    memory of its own.
+    ``staging`` has all pushed values, one after the other; None if each value has its own memory.
     """
     transfers = []
     for load in loads:
@@ -343,9 +346,9 @@ def transfers_of(
 def _telling(
     transfer: Transfer, load: Load, calls: Sequence[BatchedCall]
 ) -> Callable[[BaseException | None], None]:
-    """Return the function to call when a message is done.
+    """Return the function that a transfer calls when it is done.
 
-    A part that came to nothing is an error of the calls for its key, and of no others.
+    A failed part is an error only of the calls for its key.
     """
     mine = [calls[number] for number in load.each]
 
@@ -364,4 +367,4 @@ def _telling(
 
 
 def _unused(error: BaseException | None) -> None:
-    """Stand in until a transfer is told whom to tell."""
+    """Do nothing: the first callback of a transfer, until ``_telling`` replaces it."""

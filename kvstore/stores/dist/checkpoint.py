@@ -1,10 +1,10 @@
 """Save and load the values and states of a distributed store.
 
-Values and optimizer states are the servers'. The worker that has the file asks for them, or hands
-them over, piece by piece; so no node holds more of a model than its share and some pieces. Rows of
-row-sparse keys are sorted by id in files, whatever the number of servers. On the caller's thread,
-which waits. Read next:
-``checkpoint/optimizer_states.py`` for the files, ``control_client.py`` for what is asked.
+Values and optimizer states are on the servers. The worker that writes or reads the file transfers
+them piece by piece, so no node holds more of a model than its share and some pieces. Rows of
+row-sparse keys are sorted by id in files, for any number of servers. Runs on the caller's thread,
+which waits. Read next: ``checkpoint/optimizer_states.py`` for the files, ``control_client.py`` for
+the requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DistFiles:
         self._wait = wait
 
     def contents(self) -> dict[Key, Content]:
-        """Return the contents of each key; of row-sparse ones without their rows."""
+        """Return a description of each key; those of row-sparse keys have no rows."""
         no_rows = np.empty(0, np.int64)
         return {
             key: Content(entry.spec, len(entry.servers), no_rows if entry.is_row_sparse else None)
@@ -46,7 +46,7 @@ class DistFiles:
         }
 
     def held(self, optimizer: Optimizer | None) -> tuple[dict[Key, Content], Iterator[SavedPiece]]:
-        """Return the contents of each key, and all data, read from the servers."""
+        """Return a description of each key, and an iterator over the servers' data."""
         dense, row_sparse = self._entries()
         contents = self.contents()
         pieces = [self._servers.read(dense, optimizer, self._wait)]
@@ -76,7 +76,7 @@ class DistFiles:
             yield SavedPiece(entry.key, start * pages.home.width, values, states, num_updates)
 
     def take(self, saved: SavedStates, optimizer: Optimizer | None) -> None:
-        """Have the servers take over what a file has of every key; it was checked."""
+        """Send a file's data of all keys to the servers; the file must have been checked."""
 
         def read(key: Key, start: int, stop: int) -> SavedPiece:
             return saved.read(key, start, stop, optimizer)
@@ -87,7 +87,7 @@ class DistFiles:
             self._write_rows(entry, saved.rows_of(entry.key), read)
 
     def _write_rows(self, entry: KeyEntry, ids: Ids, read: Reader) -> None:
-        """Set rows, sorted by id, to what ``read`` gives for their elements in the files."""
+        """Set rows, sorted by id, to the values and states that ``read`` returns for them."""
         pages, step = self._servers.pages(placement_of(entry)), self._servers.page_rows(entry)
         width = pages.home.width
         num_updates = 0

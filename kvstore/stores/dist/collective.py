@@ -1,11 +1,11 @@
 """Calls that all workers of a store make together.
 
-Every worker numbers its calls of this kind. The directory (``server/meetings.py``) has the
-deciding rank carry a call out once all have come, and lets the others know what has come of it. On
-the caller's thread, which waits; what follows an answer runs on the node's I/O thread.
+Every worker numbers its calls of this kind. When all workers have made a call, the directory
+(``server/meetings.py``) has the deciding rank carry it out, and sends the result to the others.
+Runs on the caller's thread, which waits; work after an answer runs on the node's I/O thread.
 
-The optimizer is set on the servers, and read back from there: any worker may set it and rank 0's
-call counts, so this worker's own knowledge of it may be behind.
+The optimizer is set on the servers and read back from there: any worker may set it and rank 0's
+call takes effect, so this worker's copy may be out of date.
 Calls that return futures may come from any thread; the others wait. Read next:
 ``control_client.py``.
 """
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class JointCalls:
-    """The calls of one store on one worker."""
+    """The joint calls of one store on one worker."""
 
     def __init__(self, servers: Servers, wait: Callable[[Future[Any]], Any]) -> None:
         self._servers = servers
@@ -38,24 +38,24 @@ class JointCalls:
         self._count = 0
 
     def begin(self) -> int:
-        """Return the number of a call that begins now, which is the same on all workers."""
+        """Return the number of the next call, which is the same on all workers."""
         self._count += 1
         return self._count
 
     def prepare(self, name: str, act: Callable[[], T]) -> T:
-        """Do what concerns this rank alone before the call ``name``; all see its error."""
+        """Do this rank's own work before the call ``name``; all get its error."""
         try:
             return act()
         except BaseException as error:
-            with suppress(PSError):  # the same error, once the directory has it
+            with suppress(PSError):  # the directory answers with the same error
                 self._wait(self._servers.meet(self.begin(), name, error))
             raise
 
     def make(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, bytes]:
-        """Wait for all workers, let the lowest rank ``act``; all get its error.
+        """Wait for all workers, then let the lowest rank ``act``; all get its error.
 
-        ``act`` gets the number of this call and returns the keys that are gone. Returns the number
-        and the news for ``Servers.news_of``.
+        ``act`` gets the number of this call and returns the keys that it has deleted. Returns the
+        number and the news for ``Servers.news_of``.
         """
         call = self.begin()
         meeting = self._servers.meet(call, name)
@@ -74,7 +74,7 @@ class JointCalls:
         return call, news
 
     def _withdraw(self, call: int, meeting: Future[bytes | None], error: BaseException) -> None:
-        """Stop waiting; if this rank turns out to decide, the others are told."""
+        """Stop waiting; if this rank is chosen to decide, report ``error`` to the others."""
 
         def answered(done: Future[bytes | None]) -> None:
             if done.error() is None and done.result(0) is None:
@@ -83,35 +83,35 @@ class JointCalls:
         meeting.on_done(answered)
 
 
-#: Another worker's ``set_optimizer`` may be on its way to the servers while this one asks.
+#: Another worker's ``set_optimizer`` may reach the servers between two answers.
 _READ_BACK_TRIES = 20
 
 
 class DistOptimizer:
-    """The optimizer of one store's servers, as known to one worker."""
+    """One worker's view of the optimizer on a store's servers."""
 
     def __init__(
         self, servers: Servers, pushes: InFlight, wait: Callable[[Future[Any]], Any]
     ) -> None:
-        """``pushes`` are this worker's."""
+        """``pushes`` are the pushes of this worker."""
         self._servers = servers
         self._pushes = pushes
         self._wait = wait
         self.known: Optimizer | None = None
-        """The one that this worker has set or loaded last."""
+        """The optimizer that this worker set or loaded last."""
         self.is_set = False
-        """Whether there is one for certain; another worker's may be of a class unknown here."""
+        """Whether the servers have one for certain; its class may be unknown in this process."""
         self.num_calls = 0
-        """How many times it was set, by this worker's count."""
+        """How many times it was set, as counted by this worker."""
 
     @property
     def scope(self) -> str:
-        """Of what a part of a key that is made now must have no less (``SCOPES``)."""
+        """The unit that parts of new keys must keep whole (``SCOPES``)."""
         return "element" if self.known is None else self.known.scope
 
     def set(self, optimizer: Optimizer) -> Future[None]:
-        """Set the optimizer; earlier pushes belong to the earlier optimizer."""
-        plain = to_plain(optimizer)  # a call that raises here does not count, so it has no number
+        """Set the optimizer for later pushes; earlier ones still use the current one."""
+        plain = to_plain(optimizer)  # first: a call that raises here gets no number
         self.num_calls += 1
         call = self.num_calls
         pushed = settled(self._pushes.of())
@@ -123,13 +123,13 @@ class DistOptimizer:
         self.is_set = self.is_set or optimizer is not None
 
     def look(self) -> bool:
-        """Ask whether there is one. Waits."""
+        """Ask whether the servers have an optimizer. Waits."""
         self.is_set = self._wait(self._servers.has_optimizer())
         return self.is_set
 
     def adopt(self) -> None:
-        """Note the one that the deciding rank may have loaded. Waits."""
-        self.known = None  # where it cannot be made: asked for when it is needed
+        """Note the optimizer that the deciding rank may have loaded. Waits."""
+        self.known = None  # if its class is unknown here, it stays None
         with suppress(UnknownOptimizerError):
             self._note(self._wait(self._servers.declared_optimizer()))
 

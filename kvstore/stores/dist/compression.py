@@ -1,9 +1,9 @@
 """The worker's side of compression: how values of a distributed store are encoded.
 
-``Coding`` turns what a call pushes into encoded parts, one after the other for each key, tells
-plans (``plan.py``) where they lie, and decodes values that servers send encoded. What the rules and
-codecs are stands in ``compression/``; what servers do with encoded parts in ``server/memory.py``
-and ``server/apply.py``. Calls may come from any thread; nothing here waits. Read next:
+``Coding`` encodes the values that a call pushes, part by part for each key, adds the positions of
+the encoded parts to plans (``plan.py``), and decodes the values that servers send encoded. The
+rules and codecs are in ``compression/``; servers handle encoded parts in ``server/memory.py`` and
+``server/apply.py``. Calls may come from any thread; nothing here waits. Read next:
 ``compression/config.py``.
 """
 
@@ -35,9 +35,9 @@ class _EncodedParts(NamedTuple):
     chain: Chain
     first_part: int
     stops: Sequence[int]
-    """Where each encoded part ends; the first begins at 0."""
+    """The byte at which each encoded part ends; the first begins at 0."""
     chunks: Sequence[tuple[int, int]]
-    """The elements of each part."""
+    """The element range of each part."""
 
     def place(self, part: int) -> tuple[int, int]:
         index = part - self.first_part
@@ -50,16 +50,16 @@ class Coding(StoreCoding):
     def __init__(
         self, compression: Compression, entries: Mapping[Key, KeyEntry], num_workers: int
     ) -> None:
-        """``entries`` are the store's keys, as they come and go."""
+        """``entries`` are the store's current keys; the store changes this mapping."""
         super().__init__(compression, num_workers)
         self._entries = entries
-        # The lock guards these, too.
+        # The base class's lock guards these, too.
         self._layouts: dict[int, _EncodedParts | None] = {}
-        #: How often each key, by its first part, was pushed.
+        #: First part of a key -> how many times the key was pushed.
         self._rounds: Counter[int] = Counter()
 
     def layout(self, key: Key) -> _EncodedParts | None:
-        """Return how a key's pushes are encoded; None: they are not."""
+        """Return the positions of a key's encoded parts; None if it is not encoded."""
         entry = self._entries[key]
         if entry.first_part not in self._layouts:
             self._layouts[entry.first_part] = self._layout(entry)
@@ -79,13 +79,13 @@ class Coding(StoreCoding):
         return any(self.layout(key) is not None for key in keys)
 
     def refuse_rows(self, keys: Iterable[Key]) -> None:
-        """Raise ``NotSupportedError`` if a rule is for keys that push rows."""
+        """Raise ``NotSupportedError`` if a key that pushes rows is compressed."""
         for key in keys:
             if self.compression.rule_for(key, self._entries[key].spec).chain is not None:
                 raise NotSupportedError(rows_refused(key))
 
     def forget(self, entries: Sequence[KeyEntry]) -> None:
-        """Drop the residuals of these keys, which are gone."""
+        """Drop the residuals of deleted keys."""
         with self.lock:
             self.residuals.forget(entry.key for entry in entries)
             for entry in entries:
@@ -95,15 +95,15 @@ class Coding(StoreCoding):
     def specs(self) -> dict[Key, KeySpec]:
         return {key: entry.spec for key, entry in self._entries.items()}
 
-    # -- what is pushed ----------------------------------------------------------------
+    # -- pushed values -----------------------------------------------------------------
 
     def encode(
         self, keys: KeyList, sources: Sequence[Bytes], buffer: Callable[[int], Bytes]
     ) -> tuple[list[Bytes], bool]:
         """Return the data to send, and whether none of it is the caller's memory.
 
-        ``buffer(nbytes)`` gives memory to encode into. Raises ``ArgumentValueError`` for NaN and
-        infinity where a codec cannot carry them, before anything has changed.
+        ``buffer(nbytes)`` returns memory for the encoded data. Raises ``ArgumentValueError`` for
+        NaN and infinity if a codec cannot encode them, before anything has changed.
         """
         layouts = [self.layout(key) for key in keys.keys]
         typed = [source.view(spec.dtype) for source, spec in zip(sources, keys.specs, strict=True)]
@@ -126,7 +126,7 @@ class Coding(StoreCoding):
         return found, all(layout is not None for layout in layouts)
 
     def _check_known(self, keys: Sequence[Key], layouts: Sequence[_EncodedParts | None]) -> None:
-        """Raise ``UnknownKeyError`` for a key that another thread has deleted meanwhile."""
+        """Raise ``UnknownKeyError`` if another thread has deleted a key meanwhile."""
         for key, layout in zip(keys, layouts, strict=True):
             entry = self._entries.get(key)
             if layout is not None and (entry is None or entry.first_part != layout.first_part):
@@ -151,7 +151,7 @@ class Coding(StoreCoding):
     # -- plans -------------------------------------------------------------------------
 
     def applied(self, group: Group, keys: Sequence[Key]) -> Group:
-        """Return a message's parts as they are pushed and come back."""
+        """Return a message's group with the encoding of pushed and pulled parts added."""
         return group._replace(coded=self._coded(group, keys), decoders=self._decoders(group, keys))
 
     def _coded(self, group: Group, keys: Sequence[Key]) -> Coded | None:
@@ -178,10 +178,10 @@ class Coding(StoreCoding):
                 decoders.append(Decoder(nbytes, partial(_decode, key, chain, spec.dtype)))
         return tuple(decoders) if any(decoders) else None
 
-    # -- what servers are told ---------------------------------------------------------
+    # -- rules for servers -------------------------------------------------------------
 
     def rule_of(self, entry: KeyEntry) -> int:
-        """Return the number of the rule for a key, -1 for none."""
+        """Return the number of a key's rule, or -1 without one."""
         return self.compression.number_of(self.compression.rule_for(entry.key, entry.spec))
 
 

@@ -1,9 +1,9 @@
 """Requests of a distributed store to servers and the directory, as futures.
 
-The control side of ``store.py``: keys, optimizers, states, statistics. Values that are pushed
-and pulled do not pass here (``transfer.py``). Calls may come from any thread; steps that
-follow an answer run on the node's I/O thread and never wait. The bodies of all requests are
-in ``protocol/requests.py``.
+The control side of ``store.py``: keys, optimizers, states, statistics. Pushed and pulled values
+go through ``transfer.py`` instead. Calls may come from any thread; steps that follow an answer run
+on the node's I/O thread and never wait. The bodies of all requests are in
+``protocol/requests.py``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Reader = Callable[[Key, int, int], SavedPiece]
 
 
 class Servers:
-    """The servers and the directory, as one store of one worker sees them."""
+    """Sends the requests of one store on one worker to the servers and the directory."""
 
     def __init__(self, node: Postoffice, number: int, *, synchronous: bool) -> None:
         self._node = node
@@ -65,7 +65,7 @@ class Servers:
 
     @property
     def number(self) -> int:
-        """Which store of its node this is, from 1."""
+        """The number of this store on its node, from 1."""
         return self._number
 
     @property
@@ -74,7 +74,7 @@ class Servers:
 
     @property
     def decides(self) -> bool:
-        """Whether this worker is the lowest rank that is there."""
+        """Whether this worker has the lowest live rank."""
         return self._node.rank == min(self._node.membership.live(Role.WORKER), default=0)
 
     def _ask_directory(self, call: DirectoryCall, body: bytes, waiting_for: str) -> Future[bytes]:
@@ -84,7 +84,7 @@ class Servers:
         return answer
 
     def _ask_all(self, call: StoreCall, body: bytes) -> Future[list[Reply]]:
-        """Ask every server; the replies in rank order."""
+        """Send a request to every server; the result is the replies in rank order."""
         asked = self._node.request(self._servers, STORE_APP, call, body)
         return asked.map(lambda replies: [replies[server] for server in self._servers])
 
@@ -99,10 +99,10 @@ class Servers:
         *,
         scope: str,
     ) -> Future[list[KeyEntry]]:
-        """Have the keys made; completes when all workers can use them.
+        """Create keys; the future completes when all workers can use them.
 
-        ``values`` are on the host and stay unchanged until then. ``scope``, one of ``SCOPES``,
-        says what must not be cut.
+        ``values`` are on the host and must stay unchanged until then. ``scope``, one of ``SCOPES``,
+        is the unit that parts must keep whole.
         """
         declared_keys = [
             Declared(key, spec, isinstance(value, RowSparseArray))
@@ -129,7 +129,7 @@ class Servers:
         known: Mapping[Key, KeyEntry],
         coding: Coding | None,
     ) -> Future[None]:
-        """Put the first values on the servers, then let the other ranks know."""
+        """Put the first values on the servers, then inform the other ranks."""
         asked: list[Future[Any]] = []
         dense, arrays = [], []
         for entry, value in zip(entries, values, strict=True):
@@ -142,7 +142,8 @@ class Servers:
                 dense.append(entry)
                 arrays.append(flat_bytes(value))
         entries = [entry for entry in entries if entry.key not in known]
-        # Parts that are created together lie together; so they should travel together later.
+        # Parts that are created together are neighbours in a server's memory, so the groups are
+        # those of later messages.
         nbytes = sum(entry.spec.nbytes for entry in dense)
         for group in plan(dense, group_bytes(self._node.config, nbytes, by_tcp=False)):
             parts = pack_parts(part_entries(group, dense))
@@ -158,7 +159,7 @@ class Servers:
             freed = settled([self.delete(entries)])
             return freed.then(lambda _: tell(*describe(error)))
 
-        # The other ranks wait for this call: they hear of its failure, too.
+        # The other ranks wait for this call, so they also get its error.
         made = gather_futures(asked).or_else(take_back)
         return made.then(lambda _: tell("", "")).map(lambda _: None)
 
@@ -167,22 +168,23 @@ class Servers:
         return self._free(StoreCall.DELETE, entries)
 
     def close(self, entries: Iterable[KeyEntry]) -> Future[None]:
-        """Have the servers forget the store, which has these keys."""
+        """Make the servers forget the store and these keys, which are all that it has."""
         return self._free(StoreCall.CLOSE, entries)
 
     def _free(self, call: StoreCall, entries: Iterable[KeyEntry]) -> Future[None]:
         parts = [part for entry in entries for part in entry.parts]
         return self._ask_all(call, pack(self._number, parts)).map(lambda _: None)
 
-    # -- what all ranks do together ----------------------------------------------------
+    # -- joint calls of all ranks ------------------------------------------------------
 
     def meet(
         self, call: int, name: str, error: BaseException | None = None
     ) -> Future[bytes | None]:
-        """Complete when all ranks have come: None if this one is to carry it out.
+        """Make a joint call; the result is None if this rank must carry it out.
 
-        Else when that is done, with the news for ``news_of``. With ``error`` this rank cannot
-        take part: all fail with it, and none carries it out.
+        That is known when all ranks have called. For the other ranks, the future completes when the
+        call has been carried out, with the news for ``news_of``. With ``error`` this rank cannot
+        take part, and the call fails for all ranks with that error.
         """
         kind, text = ("", "") if error is None else describe(error)
         body = pack(self._number, self.mode, call, name, kind, text)
@@ -197,7 +199,7 @@ class Servers:
     def report(
         self, call: int, deleted: Sequence[Key] = (), error: BaseException | None = None
     ) -> Future[bytes]:
-        """Report that this rank has finished or failed; complete with the news."""
+        """Report that this rank has finished or failed; the result is the news."""
         kind, text = ("", "") if error is None else describe(error)
         body = pack(self._number, call, list(deleted), kind, text)
         return self._ask_directory(DirectoryCall.DONE_TOGETHER, body, "the directory")
@@ -213,10 +215,10 @@ class Servers:
     def set_compression(
         self, plain: Sequence[Any], entries: Iterable[KeyEntry], coding: Coding | None
     ) -> Future[None]:
-        """Tell all servers the encoding of these keys; None: unchanged.
+        """Set the encoding of these keys on all servers; ``coding`` None: no encoding.
 
-        ``plain`` are its rules. Nothing may be in flight on any worker; all servers are asked
-        whether that is so before one of them changes anything.
+        ``plain`` are its rules. Nothing may be in flight on any worker; all servers check that
+        before one of them changes anything.
         """
         rows = [
             [part, -1 if coding is None else coding.rule_of(entry)]
@@ -234,10 +236,10 @@ class Servers:
     # -- optimizers --------------------------------------------------------------------
 
     def set_optimizer(self, plain: Sequence[Any], call: int) -> Future[None]:
-        """Set the optimizer if this rank decides, else have it compared.
+        """Set the optimizer if this rank decides, otherwise have the directory compare it.
 
-        ``plain`` is the optimizer as ``to_plain`` gives it. All servers are asked before one
-        of them changes anything: either all of them use it or none.
+        ``plain`` is the result of ``to_plain``. All servers check the optimizer before one of them
+        changes anything: either all of them use it or none.
         """
         if not self.decides:
             body = pack(self._number, self.mode, call, plain)
@@ -254,16 +256,16 @@ class Servers:
             return self._ask_all(StoreCall.SET_OPTIMIZER, body)
 
         asked_all = ask(only_check=True).then(lambda _: ask(only_check=False))
-        # The other ranks wait for this call: they hear of its failure, too.
+        # The other ranks wait for this call, so they also get its error.
         asked_all = asked_all.or_else(lambda error: tell(*describe(error)))
         return asked_all.then(lambda _: tell("", "")).map(lambda _: None)
 
     def declared_optimizer(self) -> Future[Optimizer | None]:
-        """Return the optimizer that the deciding rank has set, by the directory."""
+        """Ask the directory for the optimizer that the deciding rank has set."""
         return self._ask_for_optimizer().map(_one_optimizer)
 
     def has_optimizer(self) -> Future[bool]:
-        """Return whether one is set; this process need not know its class."""
+        """Ask whether an optimizer is set; this process need not know its class."""
         return self._ask_for_optimizer().map(lambda body: bool(unpack(body, list)[0]))
 
     def _ask_for_optimizer(self) -> Future[bytes]:
@@ -309,9 +311,9 @@ class Servers:
         read: Reader,
         wait: Callable[[Future[Any]], Any],
     ) -> None:
-        """Set states and counts (and values if any) of these keys.
+        """Send the data that ``read`` returns for these keys: states, counts, any values.
 
-        An empty frame stands for a master that it does not read: the servers make it.
+        If a file lacks the master weights, empty frames are sent, and the servers compute them.
         """
         empty = np.empty(0, np.uint8)
         states_of = cache(partial(state_dtypes, optimizer))
@@ -365,7 +367,7 @@ class Servers:
     # -- rows --------------------------------------------------------------------------
 
     def pages(self, home: RowPlacement) -> RowPages:
-        """Return the rows of a row-sparse key or of a table."""
+        """Return the access to the rows of a row-sparse key or of a table."""
         return RowPages(self._ask_server, home)
 
     def page_rows(self, entry: KeyEntry) -> int:
@@ -380,7 +382,7 @@ class Servers:
     ) -> Future[Any]:
         """Create a table's share on each server, or none of them.
 
-        ``optimizer`` is one as ``to_plain`` gives it, empty for none.
+        ``optimizer`` is a result of ``to_plain``, or empty without one.
         """
         begin = [self._number, self._synchronous]
         bodies = [
@@ -416,7 +418,7 @@ class Servers:
 
 
 def _rules(group: Group, entries: Sequence[KeyEntry], coding: Coding | None) -> list[int]:
-    """Return the rule of compression for each part of a group; -1 for none."""
+    """Return the compression rule of each part of a group; -1 without one."""
     if coding is None:
         return [-1] * len(group.parts)
     return [coding.rule_of(entries[piece.position]) for piece in group.slices]

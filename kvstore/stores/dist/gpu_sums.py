@@ -1,9 +1,10 @@
-"""The sums of ``dist_device_sync``: added on a GPU, then copied to the host.
+"""The sums of ``dist_device_sync``: computed on a GPU, then copied to the host.
 
-All keys of a call are added in a few launches and leave the GPU in blocks while later ones are
-added, right to the memory that is sent, if that can be page-locked. Nothing here sends or keeps
-anything, but which memory is page-locked. Any thread may call. ``store.py`` imports it for stores
-that add on devices. Read next: ``arrays/gpu/sums.py``, then ``transfer.py``, which sends.
+All keys of a call are added in a few launches. Finished blocks are copied from the GPU while later
+ones are added, directly to the memory that is sent, if that can be page-locked. Nothing here sends
+data; it only remembers which memory is page-locked. Any thread may call. ``store.py`` imports it
+for stores that add on devices. Read next: ``arrays/gpu/sums.py``, then ``transfer.py``, which
+sends.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ def sums_of(
     buffer: Callable[[int], Bytes],
     is_pinned: Callable[[Bytes], bool],
 ) -> Sums:
-    """Add up each key's values, on the device of the first of them.
+    """Add up each key's values, on the device of its first value.
 
     ``rows`` has the arrays of each key, of any libraries on any devices, in the shape and dtype
-    of its spec; they are only read, before the call returns. Keys that can be fused lie, by
-    GPU, dtype and number of values, one after the other in memory of ``buffer``, of which
-    ``is_pinned`` says whether it is page-locked. A single value on the host is not copied.
+    of its spec; they are only read, before the call returns. Keys with the same GPU, dtype and
+    number of values are fused: their sums follow each other in memory from ``buffer``, and
+    ``is_pinned`` returns whether that memory is page-locked. A single value on the host is not
+    copied.
     """
     homes = [adapter_for(row[0]).context(row[0]) for row in rows]
     found: dict[int, Bytes] = {}
@@ -63,9 +65,9 @@ def sums_of(
 class PinnedMemory:
     """Page-locks the memory of buffers, each segment once.
 
-    ``whole_of`` says of a buffer in which stretch it lies: (address, bytes, owner), where the
-    owner keeps it mapped; None if that is not known. ``lock`` locks such a stretch until its
-    owner goes away, or says that it cannot. Any thread may call.
+    ``whole_of`` returns the segment of a buffer: (address, bytes, owner), where the owner keeps
+    it mapped; None if it is unknown. ``lock`` locks a segment until its owner is deleted; it
+    returns False if it cannot. Any thread may call.
     """
 
     def __init__(
@@ -75,12 +77,12 @@ class PinnedMemory:
     ) -> None:
         self._whole_of = whole_of
         self._lock = lock
-        # Guards what is known: no stretch is locked twice.
+        # Guards the next field, so that no segment is locked twice.
         self._guard = threading.Lock()
         self._is_locked: weakref.WeakKeyDictionary[object, bool] = weakref.WeakKeyDictionary()
 
     def holds(self, buffer: Bytes) -> bool:
-        """Return whether a buffer is page-locked; lock its stretch if possible."""
+        """Page-lock a buffer's segment if possible; return whether it is locked."""
         whole = self._whole_of(buffer)
         if whole is None:
             return False
@@ -91,14 +93,14 @@ class PinnedMemory:
             return self._is_locked[owner]
 
 
-#: The process's, for the stores of a node share its memory, which can be locked only once.
+#: One for the process: stores of a node share its memory, which can be locked only once.
 _pinned = PinnedMemory(Postoffice.whole_of)
 
 
 def _fused(
     homes: Sequence[Context], rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]
 ) -> dict[tuple[Context, Kernel], list[int]]:
-    """Return the keys that a GPU can add together, by their positions."""
+    """Return the positions of the keys that each GPU kernel can add together."""
     groups: dict[tuple[Context, Kernel], list[int]] = {}
     for index, (home, row, spec) in enumerate(zip(homes, rows, specs, strict=True)):
         if home.device_type == "gpu":

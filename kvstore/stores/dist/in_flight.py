@@ -1,12 +1,12 @@
 """Track the calls of a distributed store in flight, and where values arrive.
 
 A call becomes several transfers (``plan.py``); ``Operation`` is done when all of them are, and
-``Destination`` takes their values. Pure but for the arrays that it fills. Used by ``store.py``.
+``Destination`` receives their values. Pure, except that it fills arrays. Used by ``store.py``.
 
-The last functions choose what a message is sent from. Nothing is copied where the other side can
-read the memory itself, or where TCP takes it from one place; small values that lie apart are
-gathered, since a frame for each costs more than the copy. Any thread may ask; nothing is kept. Used
-by ``transfer.py``, and ``batching.py`` for calls that go out together.
+The last functions choose the memory that a message is sent from. Nothing is copied if the server
+can read the memory itself, or if TCP can send it as one range; small values in different places
+are copied together, since a frame for each costs more than the copy. Any thread may call these
+functions, which keep nothing. Used by ``transfer.py``, and by ``batching.py`` for batched calls.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pslite import Postoffice
 from pslite.future import Future
 from pslite.plane import Transfer
 
-#: From this many lists with the same key on, lists with nothing in flight are forgotten:
+#: When this many lists have a key in common, those without calls in flight are dropped, since
 #: a script may shuffle its keys.
 _MANY_LINES = 4
 
 
 class _Line:
-    """The calls for one tuple of keys that are not over, oldest first."""
+    """The unfinished calls for one tuple of keys, oldest first."""
 
     __slots__ = ("calls", "crossing", "keys")
 
     def __init__(self, keys: tuple[Key, ...]) -> None:
         self.keys = keys
-        #: With their numbers in the order of all calls.
+        #: Each with its number in the order of all calls.
         self.calls: deque[tuple[int, Future[None]]] = deque()
         #: The other lines that have a key in common with this one.
         self.crossing: set[_Line] = set()
@@ -54,20 +54,20 @@ class _Line:
         return [call for call in calls if not call[1].done()]
 
     def is_crossed(self) -> bool:
-        """Return whether calls are in flight for lists that share a key with it."""
+        """Return whether calls are in flight for other lists that share a key with it."""
         return bool(self.crossing) and any(
             other.calls and other.unfinished() for other in self.crossing
         )
 
 
 class InFlight:
-    """Calls of a store that are not over, by key: its pushes, or its pulls.
+    """The unfinished calls of a store by key: its pushes, or its pulls.
 
-    A script names the same keys together again and again, so calls are kept by the tuple of
-    their keys, and each costs the same for one key as for a thousand. Only while calls for
-    different tuples with common keys are in flight are keys looked at one by one: a call may
-    wait for earlier ones of its own keys and for no others, else workers that push their keys
-    in different orders could wait for each other for ever.
+    A script passes the same lists of keys again and again, so calls are stored by the tuple of
+    their keys, and a call for a thousand keys costs no more than a call for one. Single keys are
+    only compared while calls for different tuples with common keys are in flight. A call must wait
+    only for earlier calls of its own keys: otherwise workers that push their keys in different
+    orders could wait for each other for ever.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class InFlight:
         self._by_key: dict[Key, list[_Line]] = {}
 
     def add(self, keys: tuple[Key, ...], future: Future[None]) -> None:
-        """Record the begin of a call for these keys, each once."""
+        """Record that a call for these keys, all different, has begun."""
         with self._lock:
             calls = (self._lines.get(keys) or self._line(keys)).calls
             while calls and calls[0][1].done():
@@ -86,10 +86,10 @@ class InFlight:
             calls.append((next(self._numbers), future))
 
     def beyond(self, keys: tuple[Key, ...], window: int) -> list[Future[None]]:
-        """Return what to wait for until each key has at most ``window`` calls."""
+        """Return the calls to wait for, so that each key has at most ``window`` others."""
         line = self._lines.get(keys)
         if line is not None and not line.crossing and len(line.calls) <= window:
-            return []  # nearly always; a call that another thread adds now may come after this
+            return []  # the usual case; a call that another thread adds now counts as later
         with self._lock:
             line = self._lines.get(keys) or self._line(keys)
             if not line.is_crossed():
@@ -101,13 +101,13 @@ class InFlight:
             return list(waiting)
 
     def of(self, keys: Iterable[Key] | None = None) -> list[Future[None]]:
-        """Return every unfinished call for these keys (None: for any), oldest first."""
+        """Return all unfinished calls for these keys (None: for any), oldest first."""
         with self._lock:
             lines = self._lines.values() if keys is None else self._lines_of(keys)
             return _oldest(sorted(call for line in lines for call in line.unfinished()), 0)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Forget deleted keys; a call for others, too, stays theirs."""
+        """Forget deleted keys; a call that also has other keys stays recorded for them."""
         gone = set(keys)
         with self._lock:
             lines = self._lines_of(gone)
@@ -141,7 +141,7 @@ class InFlight:
         return line
 
     def _drop(self, line: _Line) -> None:
-        """Drop a key's entry: nothing is in flight, or it is noted elsewhere."""
+        """Drop a line that has no calls in flight, or whose calls are recorded elsewhere."""
         del self._lines[line.keys]
         for key in line.keys:
             lines = self._by_key[key]
@@ -153,7 +153,7 @@ class InFlight:
 
 
 def _oldest(calls: Sequence[tuple[int, Future[None]]], window: int) -> list[Future[None]]:
-    """Return all of these calls but the ``window`` latest."""
+    """Return all of these calls except the ``window`` latest."""
     return [future for _, future in calls[: max(len(calls) - window, 0)]]
 
 
@@ -164,7 +164,7 @@ class Operation:
         self.future: Future[None] = Future(describe)
         #: Set by the caller, for ``let_go``.
         self.transfers: list[Transfer] = []
-        #: What a server may still read, though nothing else refers to it any more.
+        #: Memory that a server may still read, kept because nothing else refers to it.
         self._lent: list[memoryview] = []
         self._left = count
         self._error: BaseException | None = None
@@ -172,11 +172,11 @@ class Operation:
             self.future.set_result(None)
 
     def let_go(self) -> None:
-        """Return its arrays to the caller before the end (it was interrupted).
+        """Stop using the caller's arrays, since the caller's wait was interrupted.
 
-        On the I/O thread. Values are not copied out any more, and what was not sent yet is
-        sent from copies. What the transport has is the caller's only once it is accepted, and
-        shared memory (``KVStore.empty``) that a server reads once it is answered.
+        Runs on the I/O thread. No more values are written to the arrays, and unsent data is sent
+        from copies. The caller may change data that is already with the transport only when it is
+        accepted, and shared memory (``KVStore.empty``) only when the server has answered.
         """
         for transfer in self.transfers:
             transfer.abandoned = True
@@ -187,7 +187,7 @@ class Operation:
                 transfer.frames[:] = [memoryview(bytes(frame)) for frame in transfer.frames]
 
     def part_done(self, error: BaseException | None) -> None:
-        """Record the end of one transfer. On the I/O thread only, without a lock."""
+        """Record the end of one transfer. Only on the I/O thread, so without a lock."""
         self._error = self._error or error
         self._left -= 1
         if self._left == 0:
@@ -198,11 +198,11 @@ class Operation:
 
 
 class Destination:
-    """The first suitable array of each key, into which a call's values go.
+    """The memory that receives a call's values: the first suitable array of each key.
 
-    An array is fit when its memory is the host's and contiguous, and its dtype the key's (an
-    array of NumPy, a tensor of PyTorch). Else the values land in memory of our own, and
-    ``finish`` brings them to all the others, cast and strided.
+    An array is suitable if it is contiguous, on the host, and has the key's dtype (of NumPy or
+    PyTorch). Without one, the store's own memory receives the values. ``finish`` copies them to all
+    other arrays of the key, with casts and strides.
     """
 
     __slots__ = ("_landed", "_rest", "is_final", "memories")
@@ -214,7 +214,7 @@ class Destination:
         rest: Sequence[tuple[np.ndarray[Any, Any], Sequence[Array]]] = (),
     ) -> None:
         self.memories = memories
-        """Where the transport puts each key's value."""
+        """The memory into which each key's value is received."""
         self._landed = landed
         self._rest = rest
         self.is_final = not (landed or rest)
@@ -222,7 +222,7 @@ class Destination:
 
     @classmethod
     def of(cls, outs: Sequence[Sequence[Array]], specs: Sequence[KeySpec]) -> Destination:
-        """Return the targets for each key's arrays, of any library and strides."""
+        """Return a destination for each key's arrays, of any library and strides."""
         memories, landed, others = [], [], []
         for arrays, spec in zip(outs, specs, strict=True):
             first = arrays[0]
@@ -249,9 +249,9 @@ class Destination:
 
 
 def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterable[int]) -> bool:
-    """Return whether a value may land in memory that is still being sent.
+    """Return whether a value may be received into memory that is still being sent.
 
-    A source and its own target may be the very same memory: a part's value comes only after
+    A source and its own target may be the same memory: a part's new value arrives only after
     that part has been applied.
     """
     chosen = list(indices)
@@ -264,7 +264,7 @@ def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterab
     stops = starts + np.array([len(target) for target in targets], np.intp)
     first = np.array([_address(sources[index]) for index in chosen], np.intp)
     behind = first + np.array([len(sources[index]) for index in chosen], np.intp)
-    # Targets that begin before a source's end, less those that end before its beginning.
+    # The number of targets that begin before a source's end, minus those that end before it begins.
     inside = np.searchsorted(np.sort(starts), behind) - np.searchsorted(
         np.sort(stops), first, side="right"
     )
@@ -272,7 +272,7 @@ def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterab
 
 
 def _owners(memories: Sequence[Bytes]) -> list[int] | None:
-    """Return the id of each memory's owner; None unless each is all of it.
+    """Return the id of each memory's owner; None if a memory is only a part of one.
 
     Memories with different owners cannot overlap. This costs a twentieth of comparing addresses.
     """
@@ -293,11 +293,11 @@ def _address(memory: Bytes) -> int:
 
 
 Frames = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
-"""Those of one message, or what makes them."""
+"""The frames of one message, or a function that returns them."""
 
-#: Smaller frames travel as bytes anyway (``pslite/memory/sharing.py``).
+#: Smaller frames are never sent through shared memory (``pslite/memory/sharing.py``).
 _LEAST_SHARED_BYTES = 1024
-#: Values that lie apart are sent as they lie when their frames are so large, else gathered.
+#: Values in different places are sent without a copy if their frames have this size on average.
 _LEAST_FRAME_BYTES = 65_536
 
 
@@ -308,17 +308,17 @@ def frames_of(
     targets: Sequence[Bytes] | None,
     nbytes: int,
 ) -> list[Frames]:
-    """Return each group's frames of ``sources``, which must not change meanwhile.
+    """Return each group's frames of ``sources``, which must not change until sent.
 
-    They are ``nbytes`` in all; of much, copies are made later: the server begins with the first
-    messages meanwhile. ``targets`` may be filled while some groups are still to be sent.
+    The frames have ``nbytes`` in all. Copies of large calls are made later, so that the server can
+    begin with the first messages. ``targets`` may be filled while other groups are still unsent.
     """
     found: list[Frames | None] = [zero_copy_views(node, group, sources) for group in groups]
     if nbytes > node.config.chunk_bytes:
         for index, group in enumerate(groups):
             if found[index] is None and node.nearby.may_share_with(group.server):
                 found[index] = partial(copied, node, group, sources)
-    if targets is not None:  # values may land while others are still to be sent
+    if targets is not None:  # values may arrive while others are still unsent
         pairs = zip(groups, found, strict=True)
         late = {part.position for group, own in pairs if own for part in group.slices}
         if late and overlaps(sources, targets, late):
@@ -331,9 +331,9 @@ def zero_copy_views(
 ) -> list[memoryview] | None:
     """Return views of a group's data without copying, or None if a copy is faster.
 
-    A list, unlike frames that are our own: ``Operation.let_go`` may replace what is in it.
-    Small parts that lie apart are gathered. To a server of this machine a copy in shared
-    memory is quicker than what TCP does.
+    It returns a list, so that ``Operation.let_go`` can replace the views by copies. A copy is
+    faster for small parts in different places, and for a server on this machine: there a copy in
+    shared memory is faster than TCP.
     """
     pushed = group.to_push
     if pushed.nbytes >= _LEAST_SHARED_BYTES and node.nearby.may_share_with(group.server):
@@ -348,7 +348,7 @@ def zero_copy_views(
 
 
 def copied(node: Postoffice, group: Group, memories: Sequence[Bytes]) -> tuple[memoryview, ...]:
-    """Return a copy of a group, in one frame: these arrays may change at once."""
+    """Return one frame with a copy of a group's data; the arrays may change at once."""
     staging = node.buffer(group.to_push.nbytes)
     gather(group.to_push, memories, staging)
     return (staging.data,)

@@ -1,13 +1,12 @@
 """The node of this process, made from DMLC_* and shared by all its stores.
 
-One per process because there is one environment. It joins the cluster when the first
-distributed store is created and says goodbye when the interpreter ends, so that a notebook can
+A process has one such node because it has one environment. The node joins the cluster when the
+first distributed store is created and leaves when the interpreter ends, so that a notebook can
 close its stores and create others.
 
-How callers of a distributed store wait: with reports of what takes long, never in silence.
-
-Runs on the caller's thread. A wait ends in the value or the error of its future, which the node
-completes in any case; a limit, of the call or of PS_STALL_TIMEOUT, ends it sooner.
+``Waiter`` makes callers of a distributed store wait, and reports long waits. It runs on the
+caller's thread. A wait ends with the value or the error of its future, which the node completes in
+any case; a limit of the call or PS_STALL_TIMEOUT ends it sooner.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ def worker_node(serve: Callable[[Config], int] | None = None) -> Postoffice:
 
 
 _LONGEST_PAUSE_S = 60.0
-"""Between two reports of one wait, unless PS_STALL_REPORT is more."""
+"""The longest time between two reports of a wait, unless PS_STALL_REPORT is longer."""
 
 
 _MOST_REPORTS = 3
-"""At most this many sentences about rounds that lack workers go into an error."""
+"""An error has at most this many sentences about rounds that lack workers."""
 
 
 class Waiter:
@@ -95,12 +94,12 @@ class Waiter:
     ) -> Any:
         """Return the future's value, or its error.
 
-        Says after PS_STALL_REPORT, and now and then from then on, what it waits for. Raises
-        ``DeadlineError`` after ``timeout_s``, by default PS_STALL_TIMEOUT where that is set;
-        what the future stands for is still in flight then. ``began_s`` is when the caller began
-        to wait, for this and other futures, on the monotonic clock. ``is_limited``: whether the
-        limit is the caller's, who may go on after it; by default, where there is a ``timeout_s``.
-        Else a wait that no worker can end any more ends with a ``DeadlockError``.
+        After PS_STALL_REPORT, and repeatedly from then on, it reports the missing answers. Raises
+        ``DeadlineError`` after ``timeout_s``, by default PS_STALL_TIMEOUT if that is set; the call
+        stays in flight. ``began_s`` is the time on the monotonic clock when the caller began to
+        wait, for this and other futures. ``is_limited``: whether the limit comes from the caller,
+        who may continue after it; by default, whether there is a ``timeout_s``. A wait without such
+        a limit ends with a ``DeadlockError`` if no worker can end it any more.
         """
         if future.done():
             return future.result(0)

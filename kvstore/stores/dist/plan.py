@@ -1,7 +1,7 @@
 """Plan the messages of a call: which parts are sent together to which server.
 
-A plan depends on the keys of a call only, so a store compiles it once for each list of keys.
-Pure. Fusing changes nothing but speed: rounds and versions stay with the parts
+A plan depends only on the keys of a call, so a store compiles it once for each list of keys. Pure.
+Groups of parts only change the speed: each part keeps its own rounds and versions
 (``pslite/plane``). Next: ``store.py``, which uses plans.
 """
 
@@ -25,7 +25,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _BYTE: np.dtype[np.uint8] = np.dtype(np.uint8)
 
 MAX_PARTS = 4096
-"""At most this many parts travel in one message."""
+"""A message has at most this many parts."""
 
 
 class Slice(NamedTuple):
@@ -40,24 +40,24 @@ class Group(NamedTuple):
     """Parts of one server that are sent together."""
 
     server: int
-    """Node id."""
+    """The node id of the server."""
     parts: tuple[int, ...]
     sizes: tuple[int, ...]
     slices: tuple[Slice, ...]
     nbytes: int
     coded: Coded | None = None
-    """What is pushed of them, where it is not their values."""
+    """The encoded data to push in place of the values, if the parts are encoded."""
     decoders: tuple[Decoder | None, ...] | None = None
-    """Parallel to the parts, where some values come encoded."""
+    """A decoder or None for each part, if some pulled values are encoded."""
 
     @property
     def to_push(self) -> Group | Coded:
-        """Sizes and slices of what is pushed."""
+        """The sizes and slices of the pushed data."""
         return self.coded or self
 
     @property
     def pull_sizes(self) -> tuple[int, ...]:
-        """The bytes of each part in an answer."""
+        """The size of each part in an answer."""
         if self.decoders is None:
             return self.sizes
         pairs = zip(self.decoders, self.sizes, strict=True)
@@ -77,15 +77,15 @@ class Decoder(NamedTuple):
 
     nbytes: int
     decode: Callable[[Bytes, Bytes], None]
-    """Fills the part (second) with what came (first)."""
+    """Decodes the received bytes (first) into the part (second)."""
 
 
 Places = Sequence[tuple[int, int, int, int]]
-"""Where the parts of one key live: (node id of the server, part, first byte, behind the last)."""
+"""The parts of one key: (node id of the server, part, first byte, end byte)."""
 
 
 def places_of(entry: KeyEntry) -> Places:
-    """Return a key's facts that plans need, computed once."""
+    """Return the places of a key's parts."""
     itemsize = entry.spec.dtype.itemsize
     return [
         (node_id(Role.SERVER, server), part, start * itemsize, stop * itemsize)
@@ -96,9 +96,9 @@ def places_of(entry: KeyEntry) -> Places:
 
 
 def group_bytes(config: Config, total_bytes: int, *, by_tcp: bool) -> int:
-    """Return how much goes in one message of a call for ``total_bytes``.
+    """Return the size of the messages of a call for ``total_bytes``.
 
-    There should be a few, so that copies, sums and updates overlap.
+    A large call gets several messages, so that copies, sums and updates overlap.
     """
     least = message_bytes(config, by_tcp=by_tcp)
     return least if by_tcp else min(max(least, total_bytes // 4), most_group_bytes(config))
@@ -110,7 +110,7 @@ def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:
 
 
 def group_parts(keys: Sequence[Places], group_bytes: int) -> list[Group]:
-    """Plan keys whose placement is known."""
+    """Return the messages for keys with these places; see ``plan``."""
     done: list[Group] = []
     filling: dict[int, _Filling] = {}
     for position, places in enumerate(keys):
@@ -131,7 +131,7 @@ def group_parts(keys: Sequence[Places], group_bytes: int) -> list[Group]:
 
 
 class _Filling:
-    """A group that grows."""
+    """A group that is being filled with parts."""
 
     __slots__ = ("nbytes", "parts", "server", "sizes", "slices")
 
@@ -151,7 +151,7 @@ class _Filling:
 
 
 def part_entries(group: Group, entries: Sequence[KeyEntry]) -> list[PartEntry]:
-    """Return the group's parts, as a server is told to create them."""
+    """Return the entries from which a server creates the group's parts."""
     parts = []
     for part, size, piece in zip(group.parts, group.sizes, group.slices, strict=True):
         key, spec, _, _, servers, *_ = entries[piece.position]
@@ -161,7 +161,7 @@ def part_entries(group: Group, entries: Sequence[KeyEntry]) -> list[PartEntry]:
 
 
 def flat_bytes(array: np.ndarray[Any, Any]) -> Bytes:
-    """Return the memory of a C-contiguous array, shared."""
+    """Return the bytes of a C-contiguous array, sharing its memory."""
     return array.reshape(-1).view(np.uint8)
 
 
@@ -171,7 +171,7 @@ def flat_bytes_of(arrays: Sequence[np.ndarray[Any, Any]]) -> list[Bytes]:
 
 
 def views(group: Group | Coded, arrays: Sequence[Bytes]) -> list[Bytes]:
-    """Return each part's bytes in the arrays of a call, shared."""
+    """Return each part's bytes in the arrays of a call, sharing their memory."""
     return [arrays[position][start:stop] for position, start, stop in group.slices]
 
 
@@ -187,7 +187,7 @@ def gather(group: Group | Coded, arrays: Sequence[Bytes], staging: Bytes) -> Non
 def scatter_into(
     group: Group, arrays: Sequence[Bytes]
 ) -> Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]:
-    """Return a sink that copies the group's parts into the arrays of a call."""
+    """Return a function that copies received parts of a group into a call's arrays."""
     slices = group.slices
     if group.decoders is not None:
         return _decode_into(slices, group.decoders, arrays)

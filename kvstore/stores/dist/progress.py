@@ -1,11 +1,11 @@
 """The progress of a worker for reports: steps, samples and time spent waiting.
 
-A ``Trainer`` and ``FeedForward.fit`` say when a step is done and how many samples it had
-(``note_step``). A script that pushes and pulls by itself says nothing; there rounds are counted, by
-the key that is pushed most. Stores note their waits (``node.py``). All of it costs less than a
-microsecond a step, and what is made of it is computed when somebody asks
-(``pslite/node/report.py``), on the node's I/O thread. One ``StoreProgress`` for each node, shared
-by its stores; counted on the threads of their callers, where a lost count would be no harm.
+``Trainer`` and ``FeedForward.fit`` call ``note_step`` when a step is done, with its number of
+samples. For a script that pushes and pulls by itself, rounds are counted: the pushes of the key
+that is pushed most. Stores record their waits (``node.py``). All this costs less than a microsecond
+in a step; rates are computed when a report is requested (``pslite/node/report.py``), on the node's
+I/O thread. Each node has one ``StoreProgress``, shared by its stores. Counts come from callers'
+threads, without a lock; a lost count does no harm.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pslite import Future, Postoffice
 from pslite.errors import DeadlockError
 from pslite.wire.survey import LEAST_WAIT_S, Progressed, Wait
 
-#: Rates are over this many marks, and marks are at least this far apart.
+#: Rates are computed over this many marks, which are at least this far apart.
 _MARKS = 10
 _MARK_S = 1.0
 _MOST_SAMPLES = 1e18
-"""More is not a plausible count and does not fit a report (``survey.py``)."""
+"""Larger counts are not plausible and do not fit in a report (``survey.py``)."""
 
 
 class _Mark(NamedTuple):
@@ -47,25 +47,25 @@ class StoreProgress:
         self._began_at = clock()
         self._rounds = self._steps = 0
         self._samples = self._waited_s = 0.0
-        #: How often each key was pushed; of a call with several keys, the first one.
+        #: How many times each key was pushed; a call with several keys counts for its first.
         self._pushes: dict[tuple[int, Key], int] = {}
         self._most_pushes = 0
         #: Replaced and never changed: another thread reads it.
         self._marks: tuple[_Mark, ...] = ()
         self._stepped_at = 0.0
-        #: Thread -> since when it waits, for what, and what ends the wait: None until it has
-        #: lasted long, and where it has a limit.
+        #: Thread -> when its wait began, the awaited future, and the future that ends the wait:
+        #: None until the wait is long, and for a wait with a limit.
         self._waits: dict[int, tuple[float, Future[Any], Future[None] | None]] = {}
         self._num_long_waits = 0
-        #: Whether other threads than those with these numbers may go on.
+        #: Returns whether threads other than these may act on a store.
         self.others_may_act: Callable[[Collection[int]], bool] = others_may_act
 
     # -- from the script's threads -----------------------------------------------------
 
     def step(self, samples: float = 0) -> None:
-        """Note a finished step of training, with this many samples of this worker."""
+        """Record a finished step of training, with this worker's number of samples."""
         if not self._steps:
-            self._marks = ()  # those of rounds
+            self._marks = ()  # they counted rounds
         self._steps += 1
         self._samples += samples
         self._mark(self._steps)
@@ -93,19 +93,20 @@ class StoreProgress:
             self._marks = (*self._marks[1 - _MARKS :], mark)
 
     def begin_wait(self, future: Future[Any]) -> None:
-        """Note that the calling thread begins to wait."""
+        """Record that the calling thread begins to wait."""
         self._waits[threading.get_ident()] = self._clock(), future, None
 
     def end_wait(self) -> None:
-        """Note that the calling thread (or a signal handler within it) stopped waiting."""
+        """Record that the calling thread (or a signal handler in it) stopped waiting."""
         wait = self._waits.pop(threading.get_ident(), None)
         if wait is not None:
             self._waited_s += self._clock() - wait[0]
 
     def begin_long_wait(self, future: Future[Any]) -> Future[None]:
-        """Return the thread's wait if it has been long and has no limit.
+        """Record that the calling thread's wait is long and has no limit.
 
-        Returns what ends it: done when ``future`` is, or a ``DeadlockError`` before.
+        Returns a future that ends the wait: it is done when ``future`` is, or fails with a
+        ``DeadlockError``.
         """
         ended: Future[None] = Future(future.describer())
         self._num_long_waits += 1
@@ -127,7 +128,7 @@ class StoreProgress:
         per_s = 0.0
         if steps > 0:
             span_s = self._stepped_at - first.at
-            # A step that is overdue makes the rate fall, one that is due soon does not.
+            # An overdue step reduces the rate; a step that is not due yet does not.
             per_s = 1 / max(span_s, now - first.at - span_s / steps, 1e-9)
         return Progressed(
             steps=count,
@@ -148,9 +149,9 @@ class StoreProgress:
         ]
 
     def stuck(self) -> tuple[int, list[str]] | None:
-        """Return how many long waits have begun, and the calls that all threads are in.
+        """Return the number of long waits so far, and the waiting calls of all threads.
 
-        None where a thread may go on though no message arrives.
+        Return None if a thread may continue even though no message arrives.
         """
         waits = self._waits.copy()
         if not waits or any(end is None or end.done() for _, _, end in waits.values()):
@@ -165,21 +166,21 @@ class StoreProgress:
         return self._num_long_waits, calls
 
     def deadlocked(self, text: str) -> None:
-        """End all long waits: no message will come."""
+        """End all long waits with a ``DeadlockError``: no message will come."""
         for _, _, ended in list(self._waits.values()):
             if ended is not None:
                 ended.set_error(DeadlockError(text))
 
 
 _BLOCKED = threading.Condition.wait.__code__
-"""Where a thread is that waits for a future, unless it runs the handler of a signal."""
+"""The code that a waiting thread executes, unless it runs a signal handler."""
 _OUR_THREADS = ("pslite-", "kvstore-")
 _QUIET_LIBRARIES = frozenset({"tqdm", "zmq"})
-"""Threads of these draw a bar, or free memory."""
+"""Threads of these libraries never call a store: they draw a bar, or free memory."""
 
 
 def others_may_act(waiting: Collection[int]) -> bool:
-    """Return whether a thread that does not wait may call a store."""
+    """Return whether a thread outside ``waiting`` may call a store."""
     frames = sys._current_frames()
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, frame in frames.items():
@@ -198,7 +199,7 @@ def others_may_act(waiting: Collection[int]) -> bool:
 def _what(future: Future[Any]) -> str:
     try:
         return future.what
-    except Exception:  # a description may look at what another thread is changing
+    except Exception:  # a description may read data that another thread is changing
         return "an answer"
 
 
@@ -207,7 +208,7 @@ _lock = threading.Lock()
 
 
 def progress_of(node: Postoffice) -> StoreProgress:
-    """Return the progress of a worker, which its reports tell from now on."""
+    """Return a worker's progress, and include it in the worker's reports from now on."""
     with _lock:
         progress = _of_nodes.get(node)
         if progress is None:

@@ -1,7 +1,7 @@
 """``RowPages``: list, read and write rows on servers page by page.
 
-Row-sparse keys and growing tables are asked in the same way; ``RowPlacement`` says which part has
-which rows. Blocking waits are those of the caller. Read next: ``server/rows.py``, which answers;
+The requests are the same for row-sparse keys and growing tables; ``RowPlacement`` maps rows to
+parts. Callers pass the function that waits. Read next: ``server/rows.py``, which answers;
 ``checkpoint.py`` and ``table_rows.py``, which use it.
 """
 
@@ -29,7 +29,7 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 Ask = Callable[[int, StoreCall, bytes, Sequence[Any]], Future[Reply]]
-"""Asks one server, with a body and frames."""
+"""Sends a request with a body and frames to one server."""
 
 
 class HeldPart(NamedTuple):
@@ -37,12 +37,12 @@ class HeldPart(NamedTuple):
 
     num_updates: int
     columns: list[Ids]
-    """The ids of its rows, sorted; of a table also when they were touched, and since which mark
+    """The ids of its rows, sorted; for a table also their touch times, and the marks since which
     they have not changed."""
 
 
 class RowPages:
-    """The rows of one row-sparse key or table, as one worker reads and writes them."""
+    """One worker's access to the rows of a row-sparse key or table."""
 
     def __init__(self, ask: Ask, home: RowPlacement) -> None:
         self._ask = ask
@@ -51,14 +51,14 @@ class RowPages:
     def ask(
         self, index: int, call: StoreCall, *fields: Any, frames: Sequence[Any] = ()
     ) -> Future[Reply]:
-        """Ask for one part."""
+        """Send a request about one part."""
         target = self.home.targets[index]
         return self._ask(target.server, call, pack(target.part, *fields), frames)
 
     def ask_each(
         self, call: StoreCall, *fields: Any, frames: Sequence[Sequence[Any]] | None = None
     ) -> Future[list[Reply]]:
-        """Ask for all parts, with frames for each."""
+        """Send a request about each part, with its own frames."""
         rows = frames or [()] * len(self.home.targets)
         return gather([self.ask(at, call, *fields, frames=row) for at, row in enumerate(rows)])
 
@@ -68,7 +68,7 @@ class RowPages:
         """Return the contents of each part, in messages of ``most`` rows."""
         counts = [0] * len(self.home.targets)
         pages: list[list[list[Ids]]] = [[] for _ in counts]
-        #: Part's index -> the last id that is known.
+        #: Index of a part -> the last received id.
         left: dict[int, list[int]] = {index: [] for index in range(len(counts))}
         while left:
             asked = [
@@ -100,11 +100,9 @@ class RowPages:
     def read(
         self, ids: Ids, dtypes: Sequence[np.dtype[Any]], wait: Wait, *, with_states: bool
     ) -> tuple[Flags, list[RowValues]]:
-        """Return which of these different ids have rows, and the rows' arrays.
+        """Return which of these different ids have rows, and arrays of values and states.
 
-        The values come first, then the states.
-
-        ``dtypes`` are those of the arrays. Rows that are not there are not set.
+        ``dtypes`` are the dtypes of the arrays, values first. Rows that do not exist are not set.
         """
         home = self.home
         shares = home.split(ids)
@@ -132,11 +130,11 @@ class RowPages:
     def begin(
         self, *fields: Any, frames: Sequence[Sequence[Any]] | None = None
     ) -> Future[list[Reply]]:
-        """Have the rows of a file take the place of those that are there."""
+        """Begin to replace the stored rows by those of a file."""
         return self.ask_each(StoreCall.BEGIN_ROWS, list(fields), frames=frames)
 
     def write(self, columns: Sequence[np.ndarray[Any, Any]]) -> Future[list[Reply]]:
-        """Write some rows of the file: ids and other numbers, values, states."""
+        """Send some rows of the file: ids and other numbers, values, states."""
         shares = self.home.split(columns[0])
         frames = [[memory_of(column[share.at]) for column in columns[1:]] for share in shares]
         for share, row in zip(shares, frames, strict=True):
@@ -144,7 +142,7 @@ class RowPages:
         return self.ask_each(StoreCall.WRITE_ROWS, frames=frames)
 
     def end(self, num_updates: int, *fields: Any) -> Future[list[Reply]]:
-        """End the loading: all rows are there; -1 keeps the update count."""
+        """End the loading of a file; ``num_updates`` of -1 keeps the update count."""
         return self.ask_each(StoreCall.END_ROWS, num_updates, list(fields))
 
 
@@ -153,7 +151,7 @@ def create_rows(
 ) -> list[Future[Any]]:
     """Create a row-sparse key's parts and rows, ``step`` rows in a message.
 
-    ``begin`` are the number of the store and whether it is synchronous.
+    ``begin`` has the number of the store and whether it is synchronous.
     """
     pages = RowPages(ask, placement_of(entry))
     ids, values = contribution_of(value)
@@ -165,7 +163,7 @@ def create_rows(
 
         def fill(reply: Reply) -> Future[Any]:
             (needs_rows,) = unpack(reply.body, bool)
-            # An array of its own for each server: it is sent from there.
+            # Each server needs its own array, from which the rows are sent.
             rows = np.ascontiguousarray(values[share.at])
             return write(rows, 0) if needs_rows else completed(None)
 

@@ -1,9 +1,9 @@
 """Row-sparse calls of a distributed store: sum before sending, fill on arrival.
 
-``store.py`` sends here the keys that are row-sparse, and those to which a row-sparse array is
-pushed or pulled. Arguments are checked before (``stores/arguments_sparse.py``), rows travel by
-``sparse_transfer.py``. Runs on the caller's thread and may wait for lazy arrays, but for
-``finish``, which may run on the I/O thread. Read next: ``sparse_transfer.py``.
+``store.py`` passes the keys that are row-sparse, and those with a row-sparse array to push or fill.
+Arguments have been checked (``stores/arguments_sparse.py``); ``sparse_transfer.py`` transfers the
+rows. Runs on the caller's thread and may wait for lazy arrays, except ``finish``, which may run on
+the I/O thread. Read next: ``sparse_transfer.py``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class RowCalls:
     def prepare_push(
         self, groups: Mapping[Key, Sequence[Array]], priority: int
     ) -> Callable[[], Future[Any]]:
-        """Copy each key's sum; return a function that pushes the sums once.
+        """Copy each key's sum; return a function that pushes the sums, to be called once.
 
-        Raises what arrays and sizes give reason for, so that a call sends all of it or nothing.
+        Errors of arrays and sizes are raised here, so that a call sends everything or nothing.
         """
         without_rows = [key for key in groups if self._is_empty(key)]
         keys = self._table.listed(tuple(key for key in groups if key not in without_rows))
@@ -71,7 +71,7 @@ class RowCalls:
         return send
 
     def _is_empty(self, key: Key) -> bool:
-        """Return whether the rows of a dense key have no numbers, or there are none."""
+        """Return whether a key is dense and has no elements."""
         return not (self._table.is_row_sparse(key) or self._table.spec(key).num_elements)
 
     def pull(
@@ -80,7 +80,7 @@ class RowCalls:
         priority: int,
         versions: dict[int, int],
     ) -> Pulled:
-        """Fetch the values that fill each key's arrays; ``versions`` is filled."""
+        """Begin to fetch each key's value; the parts' versions go to ``versions``."""
         pulled = Pulled({key: unwrapped(outs) for key, outs in groups.items()})
         sparse = self._table.listed(tuple(filter(self._table.is_row_sparse, groups)))
         dense = self._table.listed(tuple(key for key in groups if key not in sparse.keys))
@@ -99,7 +99,7 @@ class RowCalls:
         return pulled
 
     def pull_rows(self, wanted: Sequence[Wanted], priority: int) -> PulledRows:
-        """Fetch rows; each set of ids once, however many arrays get its rows."""
+        """Begin to fetch rows; arrays with the same ids share one request."""
         pulled = PulledRows(wanted)
         keys = self._table.listed(tuple(dict.fromkeys(each.key for each in wanted)))
         pulled.operations.append(self._rows.pull(keys, pulled.landings, priority))
@@ -107,7 +107,7 @@ class RowCalls:
 
 
 class Pulled:
-    """A pull of whole values in flight where arrays or keys are row-sparse."""
+    """A pull in flight of whole values, for row-sparse keys or arrays."""
 
     def __init__(self, outs: Mapping[Key, Sequence[Array]]) -> None:
         self._outs = outs
@@ -117,7 +117,7 @@ class Pulled:
 
     @property
     def future(self) -> Future[Any]:
-        """Done when all values are here."""
+        """A future that is done when all values have arrived."""
         return gather([operation.future for operation in self.operations])
 
     def finish(self) -> None:
@@ -147,15 +147,15 @@ def _fill(outs: Sequence[Array], ids: Any, rows: RowValues, spec: KeySpec) -> No
 class PulledRows:
     """A ``row_sparse_pull`` in flight.
 
-    They land in the first array of their set of ids that is fit for it: one with the key's dtype
-    that gets each row once, in order.
+    The rows are received into the first suitable array of those with the same ids: one with the
+    key's dtype that gets each row once, in order of ids.
     """
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted
         self.operations: list[Operation] = []
         self.results: list[Any] = [each.out for each in wanted]
-        """What each of ``wanted`` is about: its array, or a new one."""
+        """The filled array of each request in ``wanted``: the caller's, or a new one."""
         landings: dict[tuple[Key, int], RowDestination] = {}
         self._landing_of: list[RowDestination] = []
         self._is_there: list[bool] = []
@@ -183,7 +183,7 @@ class PulledRows:
 
 
 def _room(wanted: Wanted, out: Array) -> RowValues | None:
-    """Memory of an array for rows in the order of their ids; None if it has none."""
+    """Return memory of ``out`` for the rows, sorted by id; None if it is not suitable."""
     if isinstance(out, RowSparseArray):
         fits = out.dtype == wanted.spec.dtype
         return flat_rows(out.room_for(wanted.unique)) if fits else None
@@ -193,7 +193,7 @@ def _room(wanted: Wanted, out: Array) -> RowValues | None:
 
 
 def _spread(rows: RowValues, wanted: Wanted, out: Array) -> None:
-    """Write rows, one for each different id, into an array that they did not land in."""
+    """Copy rows, one for each different id, to an array that did not receive them."""
     row_shape = wanted.spec.shape[1:]
     if isinstance(out, RowSparseArray):
         out.assign(wanted.unique, rows.reshape(len(rows), *row_shape))

@@ -1,12 +1,12 @@
 """Move rows between workers and servers, as ``transfer.py`` moves whole values.
 
-Rows of a key or of a growing table are dealt out to parts (``RowPlacement``; of a dense key they
-are cut as its parts are, ``sparse/partition.py``), written once into memory that is sent, and land
-where the caller wants them. Every push goes to all parts, also where none of its rows are, since a
-round is complete when every worker has contributed; a pull goes to the parts that have rows of it.
-Rounds, order and delivery are the data plane's business. Calls may come from any thread; values are
-copied out by the node's I/O thread. Nothing here waits. Read next: ``sparse.py`` and ``tables.py``,
-which use it.
+Rows of a row-sparse key or of a growing table are split by part (``RowPlacement``); rows of a dense
+key are cut at the borders of its parts (``sparse/partition.py``). Pushed rows are copied once, into
+the memory that is sent; pulled rows are received directly into the caller's memory. A push goes to
+all parts, even those without any of its rows, since a round is complete when every worker has
+contributed; a pull goes only to the parts that have its rows. The data plane handles rounds, order
+and delivery. Calls may come from any thread; the node's I/O thread copies received values. Nothing
+here waits. Read next: ``sparse.py`` and ``tables.py``, which use it.
 """
 
 from __future__ import annotations
@@ -43,33 +43,34 @@ from pslite.errors import ProtocolError
 from pslite.ids import Role, node_id
 from pslite.plane import Piece, Sink, Transfer
 
-#: Rows come in answers of at most this many bytes, and of PS_MAX_MESSAGE_BYTES.
+#: An answer with rows has at most this many bytes, and at most PS_MAX_MESSAGE_BYTES.
 ANSWER_BYTES = 16 << 20
-#: A payload's header, and what fills up its ids.
+#: The bytes of a payload's header, and of the padding of its ids.
 _ROOM_BYTES = HEADER_BYTES + 16
-#: The most that an id takes.
+#: The largest size of an id.
 _ID_BYTES = 8
-#: All rows of a part are asked for in at most this many pieces: few may be there of very many.
+#: All rows of a part are requested in at most this many pieces: a part with a very large number of
+#: possible rows may store only a few.
 _MOST_RANGES = 64
 
 _NO_IDS: Ids = np.empty(0, np.int64)
 
 Send = Callable[[], Operation]
-"""Sends what was prepared, once."""
+"""Sends a prepared call; it must be called only once."""
 
 
 class RowTarget(NamedTuple):
-    """A part with rows, on its server."""
+    """A part with rows, and its server."""
 
     server: int
-    """Node id."""
+    """The server's node id."""
     part: int
     id_bytes: int
-    """In how many bytes an id travels."""
+    """The size of an id in messages."""
 
 
 class Item(NamedTuple):
-    """The request to one part: the fields of a payload, and the use of the values."""
+    """The request to one part: the fields of a payload, and functions for the values."""
 
     target: RowTarget
     kind: RowPayloadKind
@@ -79,11 +80,11 @@ class Item(NamedTuple):
     ids: Ids
     value_bytes: int = 0
     fill: Callable[[Bytes], None] | None = None
-    """Writes the values of a push, of ``value_bytes``."""
+    """Writes the values of a push, ``value_bytes`` in all."""
     answer_bytes: int = 0
-    """The size of the answer, as far as it is known."""
+    """The size of the answer, or 0 if it is unknown."""
     receive: Callable[[Bytes], None] | None = None
-    """Takes the answer of a pull."""
+    """Stores the answer of a pull."""
 
     @property
     def nbytes(self) -> int:
@@ -102,13 +103,13 @@ class RowPlacement(NamedTuple):
     """The parts of a row-sparse key or table, with the rows and row ids of each."""
 
     title: str
-    """What it is, for errors."""
+    """The name of the key or table, for errors."""
     targets: Sequence[RowTarget]
     width: int
-    """Numbers in a row."""
+    """The numbers in a row."""
     dtype: np.dtype[Any]
     split: Callable[[Ids], list[Share]]
-    """What each part gets of different ids; those of a key are sorted."""
+    """Splits different ids by part; ids of a key must be sorted."""
 
     @property
     def row_bytes(self) -> int:
@@ -132,7 +133,7 @@ class RowDestination(NamedTuple):
     ids: Ids
     """Sorted, each once, in range."""
     rows: RowValues
-    """Of the key's dtype, C-contiguous; a row for each id."""
+    """A row for each id, in the key's dtype, C-contiguous."""
 
 
 class ReceivedRows:
@@ -144,17 +145,17 @@ class ReceivedRows:
         self._rows: list[RowValues] = []
 
     def add(self, ids: Ids, rows: RowValues) -> None:
-        """Add some of the rows, which are kept."""
+        """Add some received rows; the arrays are kept, not copied."""
         self._ids.append(ids)
         self._rows.append(rows)
 
     @property
     def nbytes(self) -> int:
-        """The size of what has arrived."""
+        """The size of the received rows and ids."""
         return sum(array.nbytes for array in (*self._ids, *self._rows))
 
     def sorted(self) -> Contribution:
-        """Return all rows, sorted, once they are there."""
+        """Return all rows, sorted by id, after all have arrived."""
         if len(self._ids) == 1:
             return Contribution(self._ids[0], self._rows[0])
         spec = self.entry.spec
@@ -170,13 +171,13 @@ class RowExchange:
     def __init__(self, node: Postoffice, exchange: DenseExchange) -> None:
         self._node = node
         self._exchange = exchange
-        #: What a frame may have.
+        #: The largest size of a frame.
         self._most_bytes = node.config.max_message_bytes
 
     def prepare_push(self, keys: KeyList, values: Sequence[Picked], priority: int) -> Send:
-        """Copy rows of each key, of its dtype; what this returns pushes them.
+        """Copy each key's rows, in its dtype; return a function that pushes them.
 
-        Raises ``ValueMismatchError`` for more than a message can hold.
+        Raises ``ValueMismatchError`` if the rows of a part do not fit in a message.
         """
         items: list[Item] = []
         for key, value in zip(keys.keys, values, strict=True):
@@ -187,9 +188,9 @@ class RowExchange:
         return self._prepare(keys, items, priority, None)
 
     def pull(self, keys: KeyList, landings: Sequence[RowDestination], priority: int) -> Operation:
-        """Fill the landings, whose keys are these.
+        """Begin to pull rows of these keys into ``landings``.
 
-        Raises ``ValueMismatchError`` for more than a message can hold; then nothing is sent.
+        Raises ``ValueMismatchError`` if a request does not fit in a message; then nothing is sent.
         """
         items: list[Item] = []
         for landing in landings:
@@ -204,7 +205,7 @@ class RowExchange:
     def pull_held(
         self, keys: KeyList, priority: int, versions: dict[int, int]
     ) -> tuple[Operation, list[ReceivedRows]]:
-        """Pull all rows of these row-sparse keys; ``versions`` is filled."""
+        """Begin to pull all rows of row-sparse keys; parts' versions go to ``versions``."""
         held = [ReceivedRows(self._exchange.entries[key]) for key in keys.keys]
         items = [item for each in held for item in _wanted_held(each, self._most_bytes)]
         operation = self.begin(keys, items, priority, versions)
@@ -216,7 +217,7 @@ class RowExchange:
         return operation, held
 
     def fitting(self, title: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items; raises ``ValueMismatchError`` for one that no message can hold."""
+        """Yield the items; raise ``ValueMismatchError`` if one does not fit in a message."""
         for item in items:
             if item.nbytes > self._most_bytes:
                 raise ValueMismatchError(
@@ -229,13 +230,13 @@ class RowExchange:
     def begin(
         self, keys: KeyList, items: Sequence[Item], priority: int, versions: dict[int, int] | None
     ) -> Operation:
-        """Send what these items say; pulls note the versions of their parts."""
+        """Send these items; pulls record the versions of their parts in ``versions``."""
         return self._prepare(keys, items, priority, versions)()
 
     def _prepare(
         self, keys: KeyList, items: Sequence[Item], priority: int, versions: dict[int, int] | None
     ) -> Send:
-        """Prepare a call up to the last step of ``begin``."""
+        """Prepare a call; return the function that sends it."""
         groups = list(_grouped(items, self._exchange.message_bytes))
         operation = Operation(len(groups), lambda: answer_for(keys.keys))
         for group in groups:
@@ -268,7 +269,7 @@ class RowExchange:
 
 
 def _grouped(items: Sequence[Item], group_bytes: int) -> Iterator[list[Item]]:
-    """Return the items for each server that are sent together."""
+    """Yield lists of items for the same server that are sent together."""
     filling: dict[int, tuple[list[Item], int]] = {}
     for item in items:
         size = max(item.nbytes, item.answer_bytes)
@@ -294,7 +295,7 @@ def _sink(group: Sequence[Item], versions: dict[int, int]) -> Sink:
 
 
 def pushed(home: RowPlacement, value: Picked) -> Iterator[Item]:
-    """Push rows, to all parts."""
+    """Yield the items of a push of rows: one for each part."""
     for share, target in zip(home.split(value.ids), home.targets, strict=True):
         count = len(share.ids)
         kind, ids = RowPayloadKind.ROWS, share.ids
@@ -314,7 +315,7 @@ def wanted(
     most_bytes: int,
     kind: RowPayloadKind = RowPayloadKind.WANTED,
 ) -> Iterator[Item]:
-    """Ask for rows, which land in ``into``; no frame has more than ``most_bytes``."""
+    """Yield the items of a pull of rows into ``into``, in frames up to ``most_bytes``."""
     most_rows = min(ANSWER_BYTES, most_bytes) // max(home.row_bytes, 1)
     most_rows = max(min(most_rows, (most_bytes - _ROOM_BYTES) // _ID_BYTES), 1)
     for share, target in zip(home.split(ids), home.targets, strict=True):
@@ -334,9 +335,9 @@ def wanted(
 
 
 def _wanted_held(held: ReceivedRows, most_bytes: int) -> Iterator[Item]:
-    """Ask the parts of a row-sparse key for all rows that are there.
+    """Yield the items of a pull of all stored rows of a row-sparse key.
 
-    In answers of ``most_bytes`` at most, unless that were too many.
+    Answers have at most ``most_bytes``, unless that would take too many requests.
     """
     stripes, home = held.entry.stripes, placement_of(held.entry)
     room = min(ANSWER_BYTES, most_bytes) - _ROOM_BYTES
@@ -352,7 +353,7 @@ def _wanted_held(held: ReceivedRows, most_bytes: int) -> Iterator[Item]:
             held.add(stripes.ids_of(index, ids), rows)
 
         for start in range(0, max(num_rows, 1), step):
-            # The answer may be as large as that; what it is shows when it is there.
+            # The size of the answer is only known when it arrives.
             asked = RowPayloadKind.HELD, min(step, num_rows - start), home.width, start
             yield Item(target, *asked, _NO_IDS, receive=receive)
 
@@ -361,14 +362,14 @@ def _wanted_held(held: ReceivedRows, most_bytes: int) -> Iterator[Item]:
 
 
 class _CutRows(NamedTuple):
-    """A part of a dense key, and the rows of a list of ids that lie in it."""
+    """A part of a dense key, and the rows of a list of ids that are in that part."""
 
     target: RowTarget
     cut: Cut
     ids: Ids
-    """As the part numbers them."""
+    """The ids, counted within the part."""
     span: slice
-    """Where their numbers lie in the flat rows of the list."""
+    """The range of their numbers in the flat rows of the list."""
 
 
 def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_CutRows]:
@@ -386,7 +387,7 @@ def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_CutRows]:
 
 
 def _cut(entry: KeyEntry, value: Contribution) -> Iterator[Item]:
-    """Push rows to the parts of a dense key."""
+    """Yield the items of a push of rows to a dense key: one for each part."""
     dtype = entry.spec.dtype
     flat = np.ascontiguousarray(value.values, dtype).reshape(-1)
     for target, cut, ids, span in _cuts(entry, value.ids):
@@ -399,7 +400,7 @@ def _cut(entry: KeyEntry, value: Contribution) -> Iterator[Item]:
 
 
 def _wanted_cut(entry: KeyEntry, landing: RowDestination) -> Iterator[Item]:
-    """Ask the parts of a dense key for rows."""
+    """Yield the items of a pull of rows of a dense key."""
     flat = landing.rows.reshape(-1)
     for target, cut, ids, span in _cuts(entry, landing.ids):
 

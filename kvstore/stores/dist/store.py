@@ -1,10 +1,10 @@
 """The distributed stores: ``dist_sync``, ``dist_device_sync``, ``dist_async``.
 
-What callers see of values: waits and errors. Arguments are checked in ``arguments.py``, values move
-through ``transfer.py``; keys, optimizers and files are in ``admin.py``. Sums and updates
-are the servers' business (``server/app.py``), who lives where the directory's
-(``server/directory.py``). Public calls may come from any thread but the node's I/O thread, on which
-only calls that return futures work.
+This module has the calls that move values, with their waits and errors. ``arguments.py`` checks
+arguments, ``transfer.py`` transfers values; keys, optimizers and files are in ``admin.py``. Servers
+add up and update (``server/app.py``); the directory places the keys (``server/directory.py``).
+Public calls may come from any thread except the node's I/O thread, on which only calls that return
+futures work.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class _ToSend(NamedTuple):
 
     memories: Sequence[Bytes]
     are_ours: bool
-    """Whether none of them is the caller's."""
+    """Whether all of this memory is the store's, not the caller's."""
     is_small: bool
-    """Whether there is room for others in the same message."""
+    """Whether it is small enough to share a message with other calls."""
     coding: Coding | None
-    """By which it was encoded, where it was."""
+    """The store's encoding when the data was prepared, or None."""
 
 
 def create_dist(
@@ -68,11 +68,11 @@ def create_dist(
     node: Postoffice | None = None,
     serve: Callable[[Config], int] | None = None,
 ) -> DistKVStore:
-    """Return a distributed store of type ``canonical``; ``name`` is as given.
+    """Return a distributed store of type ``canonical``; ``name`` is the name given.
 
     Without ``node``, the process joins the cluster that its environment describes (DMLC_*);
     its stores share that node. A process whose DMLC_ROLE is server or scheduler runs ``serve``
-    here until the job is over and then exits, as scripts for the original expect.
+    here until the job ends and then exits, as scripts for MXNet expect.
     """
     return DistKVStore(
         name,
@@ -85,9 +85,9 @@ def create_dist(
 class DistKVStore(DistWorkerCalls):
     """A store with its values on servers. See ``KVStore`` for each call.
 
-    ``push`` returns once the values are copied; an error of a push that comes later is raised
-    by the next call. Waits have no end of their own: they end in the value, or in an error
-    that names the node that is lost; what takes long is reported every PS_STALL_REPORT.
+    ``push`` returns when the values are copied; if the push fails later, the next call raises the
+    error. Waits have no time limit by default: they end with the value, or with an error that names
+    the lost node; a long wait is reported every PS_STALL_REPORT.
     """
 
     def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
@@ -202,7 +202,7 @@ class DistKVStore(DistWorkerCalls):
     # -- the same as futures -----------------------------------------------------------
 
     def init_async(self, key: Keys, value: Values) -> Future[None]:
-        """Initialize keys; the arrays belong to the store until the future is done."""
+        """Start an ``init``; do not change the arrays until the future is done."""
         self._check()
         values = self._table.check_init(key, value)
         specs = {item: spec_of(array) for item, array in values.items()}
@@ -283,7 +283,7 @@ class DistKVStore(DistWorkerCalls):
         )
 
     def _to_push(self, key: Keys, value: Values) -> Checked:
-        """Return the checked and encoded values that a call pushes."""
+        """Check the values that a call pushes and return them."""
         pushed = values_to_push(self._table, key, value)
         coding = self._exchange.coding
         if coding is not None:
@@ -293,12 +293,12 @@ class DistKVStore(DistWorkerCalls):
     def _wanted(
         self, key: Keys, out: Values | None, *, ignores_sparse: bool, all_versions: bool = False
     ) -> tuple[Checked, Any]:
-        """Return the arrays to fill, and what the call returns: new ones without ``out``."""
+        """Return the arrays to fill, and the call's result: None, or new arrays."""
         if out is not None:
             wanted = values_to_fill(self._table, key, out)
             if wanted.sparse and ignores_sparse:
                 kept: dict[Key, Sequence[Array]] = {**self._rows.outs.ignored(wanted.sparse, 4)}
-                if all_versions:  # including those of keys whose values are not wanted
+                if all_versions:  # also of keys whose values are not requested
                     kept = {item: kept.get(item, ()) for item in wanted.sparse}
                 wanted = wanted._replace(sparse=kept)
             return wanted, None
@@ -311,7 +311,7 @@ class DistKVStore(DistWorkerCalls):
         return wanted, values[0] if single else values
 
     def _push(self, pushed: Checked, priority: int, *, copy: bool) -> Future[None]:
-        """Push; with ``copy`` the arrays are the caller's again at once."""
+        """Begin a push; with ``copy`` the caller may change the arrays at once."""
         sent = self._to_send(pushed)
         if sent.is_small:
             return self._exchange.join(pushed.keys, sent.memories, None, priority, sent.coding)
@@ -322,12 +322,12 @@ class DistKVStore(DistWorkerCalls):
         return operation.future
 
     def _push_rows(self, pushed: Checked, priority: int) -> None:
-        """Push keys with rows among them."""
+        """Begin a push of keys of which some may be row-sparse."""
         if not pushed.sparse:
             self._push(pushed, priority, copy=True).on_error(self._note_error)
             return
         self._keep_to_window(self._table.listed(tuple(pushed.sparse)))
-        # Before anything is sent, what may raise: rows for their size, numbers by their codec.
+        # First the steps that may raise: sizes of rows here, numbers in the codec of `_push`.
         push_rows = self._rows.prepare_push(pushed.sparse, priority)
         self._push(pushed, priority, copy=True).on_error(self._note_error)
         push_rows().on_error(self._note_error)
@@ -362,7 +362,7 @@ class DistKVStore(DistWorkerCalls):
         if rows:
             rows.finish()
         landing.finish()
-        self._check()  # an own push before this call that came to nothing is not in the values
+        self._check()  # raises if an earlier push failed, since the values lack it
 
     def _begin_pull(self, wanted: Checked, priority: int) -> tuple[Future[None], Destination]:
         landing = wanted.landing()
@@ -381,7 +381,7 @@ class DistKVStore(DistWorkerCalls):
     def _begin_lazy_pushpull(
         self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Future[None], Destination]:
-        """Begin a lazy push-pull; the pushed arrays are the caller's again at once."""
+        """Begin a lazy push-pull; the caller may change the pushed arrays at once."""
         keys, sent = pushed.keys, self._to_send(pushed)
         landing = filled.landing()
         into, coding = landing.memories, sent.coding
@@ -409,12 +409,12 @@ class DistKVStore(DistWorkerCalls):
         if coding is None or not coding.concerns(pushed.keys.keys):
             is_small = pushed.keys.nbytes <= self._exchange.message_bytes
             return _ToSend(sources, are_ours, is_small, coding)
-        self._exchange.check_coding(coding)  # before anything is kept of the values
+        self._exchange.check_coding(coding)  # before residuals change
         sources, all_coded = coding.encode(pushed.keys, sources, self._node.buffer)
         return _ToSend(sources, are_ours or all_coded, False, coding)
 
     def _keep_to_window(self, keys: KeyList) -> None:
-        """Wait while this worker's pushes of a key are too far ahead of the others'."""
+        """Wait while this worker is too many pushes of a key ahead of the others."""
         earlier = self._exchange.pushes.beyond(keys.keys, self._node.config.round_window)
         if earlier:
             self._wait(settled(earlier))
@@ -431,7 +431,7 @@ class DistKVStore(DistWorkerCalls):
             )
 
     def _wait_for_values(self, *operations: Operation) -> None:
-        """Wait for a call that uses the caller's arrays; then they are free again."""
+        """Wait for calls that use the caller's arrays; after an error, release the arrays."""
         futures = [operation.future for operation in operations]
         try:
             self._wait(futures[0] if len(futures) == 1 else gather(futures))

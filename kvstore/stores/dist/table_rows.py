@@ -1,8 +1,8 @@
-"""The rows of a growing table that servers hold, as files give and take them.
+"""Read and write the rows of a growing table on servers, for files.
 
-Rows come sorted by id, merged from the servers' shares, a block at a time. Blocking waits are
-those of the caller. Read next: ``checkpoint/tables.py`` for the files, ``row_pages.py`` for what is
-asked.
+Rows are merged from the servers' shares, sorted by id, and transferred in blocks. Callers pass the
+function that waits. Read next: ``checkpoint/tables.py`` for the files, ``row_pages.py`` for the
+requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.stores.dist.row_pages import Flags, RowPages, Wait, memory_of
 from pslite.node.customer import Reply
 
 Frames = Sequence[Sequence[Any]]
-"""For each server the frames of a message, by its rank."""
+"""The frames of a message to each server, by rank."""
 
 
 class ServerRows(TableHome):
@@ -36,7 +36,7 @@ class ServerRows(TableHome):
         self._wait = wait
 
     def held(self, most: int | None = None) -> TableRows:
-        """Return the rows that there are, in messages of ``most`` rows or as many as fit."""
+        """Return all rows; they arrive in messages of ``most`` rows, or as many as fit."""
         most = max(self.most_bytes // 48, 1) if most is None else most
         found = [part.columns for part in self._pages.held(most, self._wait)]
         held = TableRows(*map(np.concatenate, zip(*found, strict=True)))
@@ -62,9 +62,9 @@ class ServerRows(TableHome):
         return replies
 
     def shared(self, rows: FileRows) -> Frames:
-        """Return the rows of a file for each server.
+        """Return each server's share of a file's ids and stamps.
 
-        It chooses among them, so it has to know all of them, 16 bytes each.
+        A server needs all of its ids, 16 bytes each, since it chooses which rows to keep.
         """
         changed, kept = map(self._pages.home.split, (rows.ids, rows.kept))
         frames = [

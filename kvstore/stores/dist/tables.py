@@ -1,12 +1,13 @@
 """Growing tables of distributed stores: ``create_table`` of dist_sync, dist_async.
 
-Each server has one share, a part of its own on the data plane, with the ids that ``shares_of``
-sends it. Rows travel by ``sparse_transfer.py``, as those of row-sparse keys, so that rounds, order
-and delivery are those of all keys. What changes a table as a whole (making,
-closing, its optimizer) all workers call together, in the same order and with the same arguments;
-the lowest rank tells the servers. Of paths the names of the files are compared: the lowest rank's
-path is the one that counts, and other hosts may have its directory elsewhere. Public calls may come
-from any thread but the node's I/O thread. Read next: ``server/rows.py``, the servers' side.
+Each server has one share of a table, which is a part on the data plane, with the ids that
+``shares_of`` assigns to it. ``sparse_transfer.py`` transfers the rows like those of row-sparse
+keys, so rounds, order and delivery are the same as for all keys. Calls that change a whole table
+(creating, closing, setting its optimizer) are made by all workers, in the same order and with the
+same arguments; the lowest rank sends the requests to the servers. For paths, only the file names
+must be equal: the lowest rank's path is used, and its directory may differ on other hosts. Public
+calls may come from any thread except the node's I/O thread. Read next: ``server/rows.py``, the
+servers' side.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from pslite.errors import ClosedError, unexpected
 from pslite.future import settled
 from pslite.ids import Role, node_id
 
-#: Parts of tables are numbered from here on, beyond those that the directory gives out.
+#: The first number of tables' parts, above all numbers that the directory assigns.
 FIRST_PART = 1 << 40
 _MOST_CALLS = 1 << 20
 
@@ -49,13 +50,13 @@ class StoreCalls(NamedTuple):
     """The calls of a store (``admin.py``) that its tables use."""
 
     check: Callable[[], None]
-    """Raises what a late push has come to, or that the store is closed."""
+    """Raises the error of an earlier push, or ``ClosedError`` if the store is closed."""
     check_may_wait: Callable[[], None]
     wait: Callable[[Future[Any]], Any]
     wait_for_values: Callable[[Operation], None]
     settle: Callable[[], None]
     meet: Callable[[str, Callable[[int], Sequence[Key]]], tuple[int, Any]]
-    """Has the lowest rank do something once all are there; the number of the call."""
+    """Has the lowest rank do something when all have called; also returns the call's number."""
     keep_to_window: Callable[[KeyList], None]
     note_error: Callable[[Future[None]], None]
     is_closed: Callable[[], bool]
@@ -76,7 +77,7 @@ class DistTables(StoreTables["DistTable"]):
         self.num_shares = node.config.num_servers
 
     def create(self, name: object, dim: object, optimizer: object, **options: Any) -> DistTable:
-        """Return a new table, on all servers. Raises what ``_checked`` does."""
+        """Create a table on all servers and return it. Raises the errors of ``_checked``."""
         self.store.check_may_wait()
         options["num_shares"] = self.num_shares
         settings, chosen = self._checked(name, dim, optimizer, **options)
@@ -112,11 +113,14 @@ class DistTables(StoreTables["DistTable"]):
         return range(first, first + self.num_shares)
 
     def together(self, name: str, act: Callable[[int], None]) -> int:
-        """Have the lowest rank ``act``, with the number of the call, once all are here."""
+        """Have the lowest rank ``act`` with the call's number, when all have called.
+
+        Returns that number.
+        """
 
         def carry_out(call: int) -> Sequence[Key]:
             act(call)
-            return ()  # no keys are gone
+            return ()  # no keys are deleted
 
         return self.store.meet(name, carry_out)[0]
 
@@ -150,7 +154,7 @@ class DistTable(Table):
         self._is_closed = False
         self._keys = KeyList((self.title,), ())
 
-    # -- what it is ----------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -183,12 +187,12 @@ class DistTable(Table):
         rows = out if inverse is None else np.empty((len(unique), self.dim), self.dtype)
         kind = RowPayloadKind.WANTED if touches else RowPayloadKind.LOOK
         self._owner.store.wait_for_values(self.begin_pull(unique, rows, kind))
-        self._owner.store.check()  # an own push that came to nothing is not in the rows
+        self._owner.store.check()  # raises if an earlier push failed, since the rows lack it
         if inverse is not None:
             np.take(rows, inverse, axis=0, out=out, mode="clip")
 
     def begin_pull(self, ids: Ids, into: RowValues, kind: RowPayloadKind) -> Operation:
-        """Fetch the rows of different ids into an array; may be called on any thread."""
+        """Begin to pull the rows of different ids into an array. Any thread may call it."""
         most_bytes = self._owner.node.config.max_message_bytes
         items = list(wanted(self._home, ids, into, most_bytes, kind))
         return self._owner.rows.begin(self._keys, items, 0, {})
@@ -201,7 +205,7 @@ class DistTable(Table):
         send().future.on_error(self._owner.store.note_error)
 
     def begin_push(self, ids: Ids, rows: RowValues) -> Operation:
-        """Push gradients of different ids, which are copied; may be called on any thread."""
+        """Begin to push copies of gradients of different ids. Any thread may call it."""
         return self._prepare_push(ids, rows)()
 
     def _prepare_push(self, ids: Ids, rows: RowValues) -> Callable[[], Operation]:
@@ -247,7 +251,7 @@ class DistTable(Table):
 
 
 def _different(ids: Ids) -> tuple[Ids, Ids | None]:
-    """Return the different ids and each id's index there; None where all differ."""
+    """Return the ids without repetition, and each id's index there (None: all differ)."""
     if not len(ids):
         return ids, None
     unique, inverse = first_appearances(ids)
@@ -272,7 +276,7 @@ def _statistics_in(body: bytes) -> TableStatistics:
 
 
 def _summed(found: Sequence[TableStatistics]) -> TableStatistics:
-    """Return the sums of all shares, each of which has counted all pushes."""
+    """Return the sum of all shares' statistics; each share counts all pushes."""
     sums: dict[str, Any] = {
         name: sum(getattr(each, name) for each in found)
         for name in TableStatistics._fields

@@ -1,11 +1,11 @@
 """Move values of a distributed store: turn calls into transfers to servers.
 
-The sum of a worker's devices' values (``arguments.py``) is sent in parts to the servers that hold
-the keys (``plan.py``), from where it lies or copied (``in_flight.py``), and answers land in the
+The sum of the values of a worker's devices (``arguments.py``) is sent in parts to the servers that
+hold the keys (``plan.py``), directly from its memory or from a copy; answers are received into the
 caller's arrays (``in_flight.py``). Calls that no thread waits for are batched first
-(``batching.py``). Rounds, order and delivery are the data plane's business
-(``pslite/plane``). Calls may come from any thread; values are copied out by the node's I/O thread.
-Nothing here waits. Next: ``store.py``.
+(``batching.py``). The data plane (``pslite/plane``) handles rounds, order and delivery. Calls may
+come from any thread; the node's I/O thread copies received values. Nothing here waits. Next:
+``store.py``.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from pslite.errors import UsageError
 from pslite.future import completed
 from pslite.plane import Piece, Sink, Transfer
 
-#: A copy of up to this many bytes lies in ordinary memory: it is gathered into a message later.
+#: A copy of up to this many bytes is put in ordinary memory and copied into a message later.
 _SMALL_COPY_BYTES = 65_536
-#: Up to this many calls that come together are not a loop.
+#: A batch of up to this many calls does not come from a loop.
 _FEW_CALLS = 4
-#: Calls that no thread waits for go out when none has joined for this long, and after this many
-#: looks in any case. A loop over keys takes some 10 us a call, less than a thread may pause.
+#: A batch that no thread waits for is sent when no call has joined it for this long, or after this
+#: many checks. A loop over keys takes about 10 us for each call; a thread may pause for longer.
 _JOIN_S = 0.003
 _MAX_LOOKS = 5
 
@@ -61,30 +61,30 @@ class DenseExchange:
 
     def __init__(self, node: Postoffice) -> None:
         self._node = node
-        # Keeps the order of pushes and of what is submitted the same. No thread waits for an
-        # answer with it: what one thread waits for may depend on another's next push. Once the
-        # node has ended, what it is handed runs at once, on the thread that holds this: re-entrant.
+        # Keeps the recorded order of calls the same as the order of submitting them. No thread
+        # waits for an answer while it holds the lock: the answer may depend on another thread's
+        # next push. It is re-entrant: an ended node runs its errands at once, on this thread.
         self._lock = threading.RLock()
         self._places: dict[Key, Places] = {}
         self._plans = ByKeys(self._plan)
         self._recipes = ByKeys(self._recipe)
-        #: Calls that others may join; None when there are none.
+        #: The open batch, which other calls may join, or None.
         self._batch: CallBatch | None = None
-        #: How values are encoded; None: they are not.
+        #: The encoding of values; None without compression.
         self.coding: Coding | None = None
-        #: Another encoding is being agreed upon.
+        #: Whether ``set_gradient_compression`` is running.
         self._is_changing = False
-        #: Whether many calls came together the last time.
+        #: Whether the last batch had many calls.
         self._is_in_loop = False
         node.traffic.add_owner(self)
         self._progress = progress_of(node)
         self.entries: dict[Key, KeyEntry] = {}
-        #: The parts of each growing table, by what it is called (``tables.py``).
+        #: The parts of each growing table, by its title (``tables.py``).
         self.tables: dict[str, range] = {}
         self.pushes = InFlight()
         self.pulls = InFlight()
         self.counters = {"pushes": 0, "pulls": 0, "bytes_pushed": 0, "bytes_pulled": 0}
-        #: How large messages of gathered values should be.
+        #: The best size of messages with many small values.
         self.message_bytes = message_bytes(node.config, by_tcp=not node.nearby.is_on_one_machine)
 
     def name_of(self, part: int) -> str | None:
@@ -102,15 +102,15 @@ class DenseExchange:
         return None
 
     def add(self, entries: Iterable[KeyEntry]) -> None:
-        """Add keys, which can be used from now on."""
+        """Add keys; calls can use them from now on."""
         for entry in entries:
-            if not entry.is_row_sparse:  # those are the business of sparse_transfer.py
+            if not entry.is_row_sparse:  # sparse_transfer.py places row-sparse keys
                 self._places[entry.key] = places_of(entry)
             self.entries[entry.key] = entry
 
     @contextmanager
     def changing_coding(self) -> Iterator[None]:
-        """Refuse pushes and pulls while another encoding is agreed upon."""
+        """Refuse pushes and pulls within this context, while the encoding changes."""
         with self._lock:
             self.check_coding(self.coding)
             self._is_changing = True
@@ -121,14 +121,14 @@ class DenseExchange:
                 self._is_changing = False
 
     def set_coding(self, coding: Coding | None) -> None:
-        """Encode values so from now on. Nothing is in flight, within ``changing_coding``."""
+        """Set the encoding; only within ``changing_coding`` and with nothing in flight."""
         with self._lock:
             self.coding = coding
             self._plans.forget()
             self._recipes.forget()
 
     def check_coding(self, coding: Coding | None) -> None:
-        """Raise ``UsageError`` unless what was encoded by this one may be sent."""
+        """Raise ``UsageError`` if the encoding changes or is no longer ``coding``."""
         if self._is_changing or self.coding is not coding:
             raise UsageError(
                 "set_gradient_compression is running in another thread; do not call init, push "
@@ -171,11 +171,10 @@ class DenseExchange:
     ) -> Operation:
         """Push ``sources``, pull into ``targets``, or both.
 
-        ``copy`` frees the sources at once.
-
-        Else they must stay unchanged until the operation is over, which keeps them. Both have
-        the flat memory of each key's value, or of what ``coding`` has made of it to be pushed.
-        ``versions`` is filled with the version of each part that is pulled.
+        With ``copy`` the caller may change the sources at once; otherwise they must stay unchanged
+        until the operation, which keeps them, is done. Both have the flat memory of each key's
+        value; sources may be encoded by ``coding``. The version of each pulled part is put in
+        ``versions``.
         """
         if sources is None:
             coding = self.coding
@@ -219,15 +218,16 @@ class DenseExchange:
     ) -> None:
         """Send an operation for these keys after all earlier ones, and count it.
 
-        ``coding`` is what was in use when it was made; ``nbytes`` where they are not those of the
-        keys' whole values. Raises ``UsageError`` while the encoding changes.
+        ``coding`` is the encoding with which it was made; ``nbytes`` its size, by default that of
+        the keys' whole values. Raises ``UsageError`` while the encoding changes.
         """
         self._node.errands.check_process()
         with self._lock:
             self.check_coding(coding)
-            self.send_joined()  # what comes now comes after this
+            self.send_joined()  # earlier calls go first
             self._node.submit(operation.transfers)
-            # Afterwards: what an interrupt kept from being sent would be waited for without end.
+            # After submitting: if an interrupt prevented that, a wait for a recorded call would
+            # never end.
             self._note(keys, operation.future, pushes=pushes, pulls=pulls, nbytes=nbytes)
 
     def _note(
@@ -262,9 +262,10 @@ class DenseExchange:
         priority: int,
         coding: Coding | None = None,
     ) -> Future[None]:
-        """Begin, together with others that come soon, unless ``send_joined`` is called.
+        """Begin a call that is sent together with other calls that come soon.
 
-        The sources are copied. The future completes on the I/O thread.
+        ``send_joined`` sends them at once. The sources are copied. The future completes on the I/O
+        thread.
         """
         if not keys.keys:
             return completed(None)
@@ -295,7 +296,7 @@ class DenseExchange:
         return call
 
     def send_joined(self) -> None:
-        """Let calls go that wait for others to join them. From any thread."""
+        """Send the open batch, if there is one. Any thread may call it."""
         if self._batch is None:
             return
         with self._lock:
@@ -304,17 +305,17 @@ class DenseExchange:
                 self._node.errands.call(lambda: self._take(batch))
 
     def _begin_batch(self) -> CallBatch:
-        # One call alone is not worth so much memory.
+        # The memory is too large for a single call.
         staging = self._node.buffer(self.message_bytes) if self._is_in_loop else None
         return CallBatch(self.message_bytes, self.send_joined, staging)
 
     def _open(self, batch: CallBatch) -> None:
-        """Let others join; it goes out in a moment if no thread waits for it."""
+        """Let other calls join a batch, which is sent soon even if no thread waits for it."""
         self._batch = batch
         try:
             self._node.errands.call_later(_JOIN_S, lambda: self._look_at(batch, 0, 1))
         except BaseException:
-            self._batch = None  # its calls may not have been told of it
+            self._batch = None  # its calls may not know it
             raise
 
     def _look_at(self, batch: CallBatch, count: int, look: int) -> None:
@@ -334,7 +335,7 @@ class DenseExchange:
         return copy
 
     def _take(self, batch: CallBatch) -> None:
-        """Send what has come together. On the I/O thread."""
+        """Send a batch, unless it was sent already. On the I/O thread."""
         with self._lock:
             if self._batch is batch:
                 self._batch = None
@@ -385,7 +386,7 @@ class DenseExchange:
         return Version(versions[part] for part in self.entries[key].parts)
 
     def unfinished(self, keys: Iterable[Key] | None = None) -> list[Future[None]]:
-        """Return every push and pull of these keys (None: of any) that is not over."""
+        """Return all unfinished pushes and pulls of these keys (None: of any)."""
         chosen = None if keys is None else list(keys)
         return [*self.pushes.of(chosen), *self.pulls.of(chosen)]
 

@@ -1,8 +1,8 @@
-"""Data that workers of a distributed store exchange, without keys.
+"""Calls by which workers of a distributed store exchange data without keys.
 
-All workers make the same calls in the same order, ``send`` and ``recv`` aside. The work is done by
-``pslite``'s Communicator; here arrays of any library become NumPy's, and calls wait. On the
-caller's thread.
+All workers make the same calls in the same order, except ``send`` and ``recv``. ``pslite``'s
+Communicator does the work; this module converts arrays of any library to NumPy and waits. Runs on
+the caller's thread.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class DistWorkerCalls(DistControl):
         factor: float | None = None,
         out: Array | None = None,
     ) -> Array:
-        """Combine a value of all workers, in rank order; all get the result.
+        """Combine one value of each worker, in rank order; all workers get the result.
 
         ``op`` is sum, average, product, min, max, band, bor, bxor, or premul_sum, which multiplies
-        each value by ``factor`` first. Returns a new NumPy array, or ``out``, which is written to
-        and may be ``value``. Raises ``MismatchError`` on all workers when their calls differ.
+        each value by ``factor`` first. Returns a new NumPy array, or ``out``, which gets the result
+        and may be ``value``. Raises ``MismatchError`` on all workers if their calls differ.
         """
         self._check_may_wait()
         host = _host(value)
@@ -64,9 +64,10 @@ class DistWorkerCalls(DistControl):
         factor: float | None = None,
         out: Array | None = None,
     ) -> Array:
-        """Combine one value for each worker of all workers; rank i gets the i-th result.
+        """Combine the workers' lists of values item by item; rank i gets the i-th result.
 
-        As ``all_reduce``. The values share a dtype; their shapes may differ.
+        Each list has an item for each rank, all of one dtype; the shapes of items may differ.
+        ``op``, ``factor`` and ``out`` are those of ``all_reduce``.
         """
         self._check_may_wait()
         hosts = [_host(value) for value in values]
@@ -84,10 +85,9 @@ class DistWorkerCalls(DistControl):
     def broadcast_object(self, value: object = None, root: int = 0) -> Any:
         """Return the object of worker ``root`` on all workers.
 
-        The objects of the others are ignored.
-
-        It may hold None, bools, numbers, texts, bytes, arrays, and lists, tuples, sets and dicts of
-        them; arrays of all libraries arrive as NumPy's. It is not pickled.
+        The objects of other workers are ignored. The object may contain None, bools, numbers,
+        texts, bytes, arrays, and lists, tuples, sets and dicts of them; arrays of all libraries
+        arrive as NumPy arrays. It is not pickled.
         """
         self._check_may_wait()
         if self._group.rank != root:
@@ -105,7 +105,7 @@ class DistWorkerCalls(DistControl):
         return value
 
     def send(self, value: Array, to: int, tag: int = 0) -> None:
-        """Send a value to worker ``to``; returns when its mailbox on a server has it.
+        """Send a value to worker ``to``; return when its mailbox on a server has it.
 
         Messages of one sender, receiver and tag arrive in order.
         """
@@ -113,7 +113,7 @@ class DistWorkerCalls(DistControl):
         self._wait(self._group.send(_host(value), to, tag))
 
     def recv(self, source: int | None = None, tag: int = 0) -> ReceivedArray:
-        """Return the oldest message with this tag, of worker ``source`` or of any."""
+        """Return the oldest message with this tag from worker ``source``, or from any."""
         self._check_may_wait()
         found: ReceivedArray = self._wait(self._group.recv(source, tag))
         if found.dtype == "bfloat16":
@@ -134,7 +134,7 @@ class DistWorkerCalls(DistControl):
         return unpack_object(bytes(memory[:tree_bytes]), memory[tree_bytes:])
 
     def _into(self, out: Array, like: Host, call: Any, *arguments: Any, **options: Any) -> Array:
-        """Make a call whose result, of the shape and dtype of ``like``, goes to ``out``."""
+        """Make a call and put its result, of ``like``'s shape and dtype, in ``out``."""
         adapter = adapter_for(out)
         reason = adapter.why_read_only(out)
         if reason is not None:
@@ -156,7 +156,7 @@ class DistWorkerCalls(DistControl):
 
 
 def _host(value: Array) -> Host:
-    """Return a caller's value as a contiguous NumPy array, which may share its memory."""
+    """Return a value as a contiguous NumPy array, which may share its memory."""
     adapter = adapter_for(value)
     check_dtype(adapter.dtype(value))
     return adapter.to_host(value)
