@@ -1,10 +1,9 @@
-"""The hosts file: which machines a job may use, and who runs on which.
+"""The hosts file: which machines a job may use, and which process runs where.
 
-Pure but for :func:`read_hosts`, which reads one file. A line is
-``[user@]host[:port] [slots=N] [user=NAME] [addr=ADDRESS]``; the host and its port are as in
-dmlc-core's ``tracker/dmlc_tracker/ssh.py``. Every mistake is named with file and line. Names are
-later words of ``ssh``'s command line, so only plain characters pass. Read ``ssh_login.py``
-next.
+Pure, except :func:`read_hosts`, which reads one file. A line is ``[user@]host[:port] [slots=N]
+[user=NAME] [addr=ADDRESS]``; host and port are as in dmlc-core's ``tracker/dmlc_tracker/ssh.py``.
+Errors name the file and the line. Names become part of ``ssh``'s command line, so only plain
+characters are allowed. Read ``ssh_login.py`` next.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _LINE_FORM = "host[:port] [slots=N] [user=NAME] [addr=ADDRESS]"
 
 @dataclass(frozen=True)
 class Host:
-    """A machine of the job. What is None is left to ssh and its configuration.
+    """A machine of the job. For a value of None, ssh's configuration applies.
 
-    ``name`` may also be a name that only ssh's configuration knows. ``slots`` is how many
-    workers it takes. ``address`` is where the other processes of the job reach it.
+    ``name`` may also be a name that only ssh's configuration knows. ``slots`` is the number of
+    workers that may run on it. ``address`` is where the other processes of the job reach it.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Host:
 
     @property
     def label(self) -> str:
-        """What users read: the name, with whatever else the file says of how to log in."""
+        """The name in messages, with the user and port of the hosts file."""
         user = "" if self.user is None else f"{self.user}@"
         if self.port is None:
             return f"{user}{self.name}"
@@ -67,9 +66,9 @@ def read_hosts(path: str) -> list[Host]:
 
 
 def parse_hosts(text: str, file_name: str) -> list[Host]:
-    """Parse a file's hosts, at least one, in the order of first appearance.
+    """Parse the hosts of a file, at least one, in the order of first appearance.
 
-    A host that comes again (same name, port and user) adds its slots to the first. Raises
+    If a host appears again (same name, port and user), its slots are added to the first. Raises
     :class:`LaunchError` (exit code 2).
     """
     found: dict[tuple[str, int | None, str | None], Host] = {}
@@ -96,9 +95,10 @@ def spread(
 ) -> list[Placement]:
     """Assign processes to hosts: the servers by rank, then the workers.
 
-    Both go round the hosts from the first; a host takes as many workers as it has slots, a
-    second one only when all have a first. Servers need no slot. Raises :class:`LaunchError`
-    (exit code 2) when there are too few slots; ``file_name`` is for its text.
+    Servers and workers are each dealt to the hosts in turn, from the first. A host gets as many
+    workers as it has slots, and a second one only when each host has one. Servers need no slot.
+    Raises :class:`LaunchError` (exit code 2) if there are too few slots; its text names the file
+    ``file_name``.
     """
     slots = sum(host.slots for host in hosts)
     if slots < num_workers:
@@ -119,7 +119,7 @@ def spread(
 
 
 def bracketed(name: str) -> str:
-    """Return a host as written before a colon: IPv6 addresses in brackets."""
+    """Return a host as written before a colon; IPv6 addresses get brackets."""
     return f"[{name}]" if ":" in name else name
 
 

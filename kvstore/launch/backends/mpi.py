@@ -1,7 +1,7 @@
 """The launcher ``mpi``: one ``mpirun`` starts all servers and workers.
 
-Open MPI and MPICH (and what is built like it) are told apart by what ``mpirun --version`` says;
-they name the same things differently. Nothing here speaks MPI. Flags as in dmlc-core's
+The output of ``mpirun --version`` tells Open MPI from MPICH and its relatives, which name the same
+options differently. Nothing here uses MPI itself. Flags as in dmlc-core's
 ``tracker/dmlc_tracker/mpi.py``, which starts two mpiruns. Read ``launch/agents/cluster.py`` first.
 """
 
@@ -25,8 +25,8 @@ _VERSION_S = 10.0
 _HOSTS_NAME = "hosts"
 _OF_SSH = re.compile(r"\Assh: |Permission denied \(|[Hh]ost key|HOST IDENTIFICATION")
 
-# Servers need little of a processor: a machine takes more processes than it has of these. Both
-# the names up to Open MPI 4 and those from 5 on, which leaves this to PRRTE.
+# Servers need little processor time, so a machine may get more processes than processor cores. The
+# first name is for Open MPI up to 4, the second for Open MPI from 5, where PRRTE decides this.
 _OPEN_MPI_VARIABLES = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -44,7 +44,7 @@ class MpiFamily:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-# Open MPI gives each process one processor, all threads of what it starts included, unless told.
+# Without this, Open MPI binds each process, with all threads that it starts, to one core.
 OPEN_MPI = MpiFamily(
     "--hostfile",
     " slots=",
@@ -52,15 +52,15 @@ OPEN_MPI = MpiFamily(
     ("--bind-to", "none"),
     _OPEN_MPI_VARIABLES,
 )
-# Hydra; what it calls pinning is Intel MPI's, and has to be off for the same reason.
+# Hydra. Pinning is Intel MPI's name for binding, and must be off for the same reason.
 MPICH = MpiFamily("-f", ":", ("PMI_RANK",), (), {"I_MPI_PIN": "off"})
 
 
 class MpiJob(Cluster):
-    """One mpirun of ``family``; without ``hosts`` it decides who runs where.
+    """One mpirun of ``family``; without ``hosts``, mpirun chooses the hosts.
 
-    mpirun fills the first host before the second; so the servers and the workers of the first
-    host come first. Raises :class:`LaunchError` (exit code 2).
+    mpirun fills the first host before the second, so the servers and workers of the first host come
+    first. Raises :class:`LaunchError` (exit code 2).
     """
 
     program = "mpirun"
@@ -73,15 +73,15 @@ class MpiJob(Cluster):
         family: MpiFamily,
         hosts: Sequence[Host],
     ) -> None:
-        # Without the ranks of an MPI around this launcher; and no user is there to type a password,
-        # on a terminal or in a window (ssh(1)).
+        # Remove the ranks of an MPI that started this launcher. ssh must not ask for a password, on
+        # a terminal or in a window (ssh(1)), since no user is there to type it.
         ranks = (*OPEN_MPI.rank_names, *MPICH.rank_names)
         outside = {name: value for name, value in environ.items() if name not in ranks}
         super().__init__(options, {**family.variables, "SSH_ASKPASS_REQUIRE": "never", **outside})
         self.rank_names = family.rank_names
         self._family = family
         self._hosts = hosts
-        self._counts: Counter[int] = Counter()  # the processes of each host, by its index
+        self._counts: Counter[int] = Counter()  # number of processes for each host's index
         if hosts:
             file_name = options.hostfile or "hosts"
             places = spread(hosts, options.num_servers, options.num_workers, file_name)
@@ -111,7 +111,7 @@ class MpiJob(Cluster):
         return {_HOSTS_NAME: "".join(lines)}
 
     def fatal(self, line: str) -> str | None:
-        """Return a sentence if ``line`` is ssh's and says why mpirun could not log in."""
+        """Return a sentence if ``line`` is ssh's reason why mpirun could not log in."""
         if not _OF_SSH.search(line):
             return None
         named = [host for host in self._hosts if _mentions(line, host.name)]
@@ -123,7 +123,7 @@ def _mentions(line: str, name: str) -> bool:
 
 
 def as_mpirun_has_them(hosts: Sequence[Host]) -> list[Host]:
-    """Return the hosts in mpirun's form: ``host:4`` means four slots for Hydra.
+    """Return the hosts as mpirun reads them: for Hydra, ``host:4`` means four slots.
 
     Raises :class:`LaunchError`.
     """

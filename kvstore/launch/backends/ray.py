@@ -1,10 +1,10 @@
 """The launcher ``ray``: tasks of a Ray cluster start the servers and the workers.
 
-The program that speaks with Ray is a child of the launcher (``ray_driver.py``), because Ray has
-threads and the launcher has none; this file never imports it. What the launcher hands to that
-program is a :class:`RayPlan`. All that a job needs is asked for at once, so that an autoscaler sees
-it and no half of a job holds what the other half waits for. Read ``launch/agents/cluster.py``
-first.
+The program that uses Ray is a child of the launcher (``ray_driver.py``), because Ray has threads
+and the launcher must have only one; this file never imports Ray. The launcher passes a
+:class:`RayPlan` to that program. It requests all resources of a job at once: so an autoscaler sees
+them all, and no job holds half of its resources while it waits for the other half. Read
+``launch/agents/cluster.py`` first.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 _SHOWN_LINES = 20
 
 Resources = Mapping[str, float]
-"""By Ray's names: "CPU", "GPU", "memory" (bytes)."""
+"""Amounts by Ray's names: "CPU", "GPU", "memory" (bytes)."""
 
-# Files in the job's directory: from the launcher; of the driver, for people; Ray's own words.
+# Files in the job's directory: the launcher's plan, the driver's state for users, Ray's output.
 PLAN_NAME = "plan.json"
 STATE_NAME = "state"
 LOG_NAME = "ray.log"
 
 FATAL = "ray: "
-"""How the driver's last line begins, which says why it gives up."""
+"""The start of the driver's last line; the rest says why the driver gives up."""
 
 _SHOWN = {"CPU": "CPUs", "GPU": "GPUs"}
 _GIB = 1 << 30
@@ -47,11 +47,11 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class RayPlan:
-    """The processes to start: ``members`` are roles with ranks, in the agents' order.
+    """The processes to start; ``members`` are roles with ranks, in the agents' order.
 
-    ``resources`` are those of one process of each role; ``directory`` is where the launcher runs,
-    ``root`` its checkout of this package ("" where it is installed); ``python`` and ``address``
-    are "", and ``max_retries`` None, where Ray shall decide.
+    ``resources`` are those of one process of each role. ``directory`` is the launcher's working
+    directory, and ``root`` its checkout of this package, or "" if the package is installed. If
+    ``python`` and ``address`` are "" and ``max_retries`` is None, Ray chooses them.
     """
 
     members: Sequence[tuple[str, int]]
@@ -87,7 +87,7 @@ def resources_of(cores: int, gpus: int, memory_mb: int | None) -> dict[str, floa
 
 
 def shortage(plan: RayPlan, nodes: Sequence[Resources]) -> str | None:
-    """Return a sentence if the ``nodes``, even idle, could not take all processes."""
+    """Return a sentence if the ``nodes``, even idle, have no room for all processes."""
     for role in dict.fromkeys(role for role, _ in plan.members):
         wanted = plan.resources[role]
         if any(_fits(wanted, node) for node in nodes):
@@ -112,7 +112,7 @@ def shortage(plan: RayPlan, nodes: Sequence[Resources]) -> str | None:
 
 
 def why_waiting(plan: RayPlan, nodes: Sequence[Resources], free: Resources) -> str:
-    """Return why Ray has no room; ``free`` are the free resources of all ``nodes``."""
+    """Return why the job waits for Ray; ``free`` are the free resources of all nodes."""
     if (reason := shortage(plan, nodes)) is not None:
         return reason
     for name, count in _total(plan.bundles()).items():
@@ -142,7 +142,7 @@ def _amount(name: str, count: float) -> str:
 
 
 def make_plan(options: LaunchOptions, directory: str, root: str | None) -> RayPlan:
-    """Return what Ray is asked for. Raises :class:`LaunchError` (exit code 2)."""
+    """Return the request to Ray. Raises :class:`LaunchError` (exit code 2)."""
     places = options.places
     given = parse_launcher_args(places.launcher_args)
     shipped = {} if given.working_dir is None else {"working_dir": given.working_dir}
@@ -171,7 +171,7 @@ class _RayArgsParser(argparse.ArgumentParser):
 
 
 def parse_launcher_args(words: Sequence[str]) -> argparse.Namespace:
-    """Parse options by the names of ``ray job submit``, and a task's own.
+    """Parse options with the names of ``ray job submit`` and of Ray's tasks.
 
     Raises :class:`LaunchError` (exit code 2).
     """
@@ -203,7 +203,7 @@ class RayJob(Cluster):
     def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
         self.plan = make_plan(options, os.getcwd(), checkout_root())
         super().__init__(options, {"RAY_USAGE_STATS_ENABLED": "0", **environ})
-        # Threads for the processors that Ray gives a worker, and not for all of its node.
+        # A worker gets threads for the cores that Ray gives it, not for all cores of its node.
         self.worker_cores = int(self.plan.resources["worker"]["CPU"])
         self._directory: Path | None = None
 
@@ -221,8 +221,8 @@ class RayJob(Cluster):
         return line.removeprefix(FATAL) if line.startswith(FATAL) else None
 
     def explain(self, lines: Sequence[str], code: int) -> str:
-        """Return why the driver ended before all agents came, if it did not say."""
-        if code > 0 and lines:  # Python could not even run it
+        """Return why the driver ended before all agents connected, if it did not say so."""
+        if code > 0 and lines:  # Python could not run the driver
             return lines[-1]
         said = [line for line in self._read(LOG_NAME).splitlines() if line.strip()]
         return ended("the program that speaks with Ray", said[-_SHOWN_LINES:], code)

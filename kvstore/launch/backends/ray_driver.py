@@ -1,11 +1,11 @@
 """The driver on Ray, and the agent that each of its tasks starts.
 
-``python ray_driver.py DIRECTORY`` asks Ray for the room of all servers and workers together (a
-placement group) and starts one task in each bundle. A task does little: it starts an agent, which
-goes to the launcher's gate (:func:`main`), and waits for its end; Ray starts it again as its policy
-says. ``DIRECTORY`` has the plan (``ray.py``) and the ticket; :data:`STATE_NAME` in it says what is
-being waited for. Ends with the agents, or with a sentence on standard output. A child of the
-launcher, and the only place where Ray is imported.
+``python ray_driver.py DIRECTORY`` requests the room for all servers and workers together (a
+placement group), and starts one task in each bundle. A task starts an agent, which connects to the
+launcher's gate (:func:`main`), and waits for its end; Ray restarts the task according to its
+policy. ``DIRECTORY`` contains the plan (``ray.py``) and the ticket; the driver writes to its file
+:data:`STATE_NAME` why the job waits. The driver ends with the agents, or prints one sentence on
+standard output. It is a child of the launcher, and the only program that imports Ray.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-    # By its path this file's directory comes first, whose modules have names of no concern to Ray.
+    # When this file runs by its path, its directory comes first, and its modules could hide others.
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from kvstore.launch.agents.agent import LOADER, agent_program
@@ -39,8 +39,8 @@ from kvstore.launch.job.child import die_with_parent
 
 AGENT_WORD = "kvstore-agent"
 _ANSWER_S = 5.0
-_TURN_S = 1.0  # so long may a call of Ray hold up a signal
-_LOOK_TURNS = 5  # from one look at the cluster to the next
+_TURN_S = 1.0  # a call of Ray delays a signal by at most this time
+_LOOK_TURNS = 5  # turns between two looks at the cluster
 _REMEDY = (
     "ship it (ray job submit --working-dir ., or --launcher-args='--working-dir .'), or have it "
     "in the image of the nodes"
@@ -52,9 +52,10 @@ class CannotRun(Exception):
 
 
 def drive(directory: Path) -> int:
-    """Start the agents of a job's ``directory`` and wait for their end."""
+    """Start the agents of the job in ``directory``; return the exit code at the end."""
     plan = RayPlan.from_text((directory / PLAN_NAME).read_text(encoding="utf-8"))
-    # Ray is talkative on both; the launcher reads it when this program ends without a sentence.
+    # Ray writes much to both outputs; the launcher reads it if this program ends without a
+    # sentence.
     own_fd = os.dup(1)
     log_fd = os.open(directory / LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log_fd, 1)
@@ -64,24 +65,24 @@ def drive(directory: Path) -> int:
         try:
             Driver(plan, directory, own).run()
         except CannotRun as error:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray is leaving; that may take a while
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray's shutdown may take a while
             print(FATAL + " ".join(str(error).split()), file=own)
             return 1
     return 0
 
 
 class Driver:
-    """One run on Ray; methods raise :class:`CannotRun`.
+    """One run on Ray. Its methods raise :class:`CannotRun`.
 
-    The launcher reads the lines of ``own``.
+    The launcher reads the lines that are written to ``own``.
     """
 
     def __init__(self, plan: RayPlan, directory: Path, own: TextIO) -> None:
         self._plan = plan
         self._directory = directory
         self._own = own
-        self._is_own = False  # the cluster, which began with this program and ends with it
-        self._names: dict[Any, str] = {}  # of the members, by their tasks
+        self._is_own = False  # whether this program started the cluster and ends it
+        self._names: dict[Any, str] = {}  # the members' names, by their tasks
         self._group: Any = None
 
     def run(self) -> None:
@@ -96,14 +97,14 @@ class Driver:
             raise CannotRun(f"Ray failed: {error}") from error
 
     def _connect(self) -> None:
-        """Join the cluster that there is, or start one on this machine."""
+        """Connect to the existing cluster, or start one on this machine."""
         named = self._plan.address or os.environ.get("RAY_ADDRESS")
         address = named or _started_here()
         self._is_own = address in (None, "local")
-        # What Ray finds by itself it also finds the token for.
+        # If Ray finds the cluster by itself, it finds the cluster's token too.
         how: dict[str, Any] = {"address": named} if named else {}
         if self._is_own:
-            # As with --launcher local, processors are shared when there are few.
+            # As with --launcher local, processes share the cores if there are too few.
             wanted = sum(bundle["CPU"] for bundle in self._plan.bundles())
             cores = max(os.cpu_count() or 1, int(wanted))
             how = {"address": "local", "num_cpus": cores, "include_dashboard": False}
@@ -123,7 +124,7 @@ class Driver:
             raise CannotRun(f"{where} cannot be used: {error}") from error
 
     def _place(self) -> None:
-        """Wait until there is room for all."""
+        """Wait until Ray has room for all processes."""
         from ray.util.placement_group import placement_group
 
         plan = self._plan
@@ -136,7 +137,7 @@ class Driver:
         self._say("Ray has room for all and is starting them")
 
     def _look(self) -> None:
-        """Say why there is no room, or that there cannot be any."""
+        """Write why there is no room; raise if there can never be room."""
         import ray
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -185,14 +186,14 @@ class Driver:
                 self._conclude(task)
             turns += 1
             if turns % _LOOK_TURNS == 0 and running:
-                # A bundle whose node is lost is placed again, and its task with it.
+                # Ray places the bundle of a lost node again, and restarts its task.
                 if placement_group_table(self._group)["state"] == "CREATED":
                     self._say("Ray is starting them")
                 else:
                     self._look()
 
     def _conclude(self, task: Any) -> None:
-        """Handle the end of an agent: Ray does not start another."""
+        """Handle the end of an agent that Ray does not restart."""
         import ray
 
         name = self._names[task]
@@ -202,9 +203,7 @@ class Driver:
             raise CannotRun(
                 f"Ray could not run {name}: {getattr(error, 'cause', error)}"
             ) from error
-        if (
-            GREETING.decode() in said
-        ):  # why there is no agent; the launcher knows what to do with it
+        if GREETING.decode() in said:  # the reason why there is no agent, which the launcher reads
             print(said, file=self._own)
         elif code:
             last = (said.strip() or "(none)").splitlines()[-1]
@@ -222,11 +221,12 @@ class Driver:
 def nurse(
     words: list[str], programs: tuple[str, str], directory: str, rank: int, ticket: str
 ) -> tuple[str, int, str]:
-    """Start an agent and wait for its end: the host, the exit code and what it said.
+    """Start an agent, wait for its end, and return its host, exit code and output.
 
-    What a Ray task runs: Ray hands it over as it stands here, so that it needs nothing of this
-    package, and uses no name of this file. ``programs`` are for ``directory`` and for the one
-    that Ray has shipped. Raises RuntimeError, for Ray to start another one, when it was killed.
+    A Ray task runs this function. Ray copies it to other machines without this file, so it uses no
+    name of this file or package. ``programs`` are two agent programs: for ``directory``, and for
+    the directory that Ray has shipped. Raises RuntimeError if the agent was killed, so that Ray
+    starts another.
     """
     import json
     import os
@@ -237,7 +237,7 @@ def nurse(
     import ray
 
     host = socket.gethostname()
-    if not ray.get_gpu_ids():  # whether they are hidden by itself differs between Ray's versions
+    if not ray.get_gpu_ids():  # Ray versions differ in whether they hide GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     is_shipped = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
     program = programs[1] if is_shipped and not os.path.isdir(directory) else programs[0]
@@ -262,8 +262,8 @@ def main() -> None:
 
     They are the parent's process id, the rank and the ticket.
 
-    Nodes that an autoscaler adds share no directory with the launcher, so that the ticket travels
-    as an argument of the task. The agent lives no longer than the Ray worker that started it.
+    Nodes that an autoscaler adds share no directory with the launcher, so the ticket is an argument
+    of the task. The agent ends together with the Ray worker that started it.
     """
     try:
         parent, rank, text = json.loads(sys.stdin.buffer.readline())
@@ -281,22 +281,23 @@ def main() -> None:
 
 
 def _started_here() -> str | None:
-    """Return the address that ``ray start`` has recorded on this machine.
+    """Return the address that ``ray start`` has recorded on this machine, or None.
 
-    Where Ray itself looks (``get_default_system_temp_dir`` in its ``_common/utils.py``).
+    This is the file in which Ray itself looks (``get_default_system_temp_dir`` in its
+    ``_common/utils.py``).
     """
     directory = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     path = Path(directory, "ray", "ray_current_cluster")
     try:
         if path.stat().st_uid not in (0, os.geteuid()):
-            return None  # the job's key would go to somebody else's Ray
+            return None  # another user's Ray would get the job's key
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
 
 
 def _look_for(address: str) -> None:
-    """Check the cluster's address: Ray's own attempt fails late and unclearly."""
+    """Check that the cluster's address answers; Ray's own error is late and vague."""
     if "://" in address:
         raise CannotRun(
             f"RAY_ADDRESS={address} is not the address of a cluster's head (HOST:PORT): run the "

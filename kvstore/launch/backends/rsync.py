@@ -1,8 +1,8 @@
-"""Copies a directory to the hosts before the job starts (``--sync-dst-dir``).
+"""Copy a directory to the hosts before the job starts (``--sync-dst-dir``).
 
-One ``rsync`` for each host, a few at a time, through ssh with the options that the job's own
-connections have. As in dmlc-core's ``tracker/dmlc_tracker/ssh.py`` it is ``rsync -az``: what is
-on the hosts and not here stays. ``.git`` is left out. Main thread only; the caller waits. The
+One ``rsync`` runs for each host, a few at a time, over ssh with the same options as the job's own
+connections. As in dmlc-core's ``tracker/dmlc_tracker/ssh.py``, it is ``rsync -az``: files that
+exist only on the hosts are kept. ``.git`` is not copied. Main thread only; the caller waits. The
 options are those of ``rsync(1)``, 3.0 and later on both sides.
 """
 
@@ -32,11 +32,11 @@ from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.options import LaunchError
 
 _AT_ONCE = 8
-_STALLED_S = 300  # without a byte in either direction
+_STALLED_S = 300  # the longest time without a byte in either direction
 _TELL_EVERY_S = 10.0
 _LOOK_EVERY_S = 0.05
 _LONGEST_ERROR_BYTES = 64 * 1024
-_GOOD = (0, 24)  # 24: files vanished meanwhile, as logs do
+_GOOD = (0, 24)  # 24: files vanished during the copy, as logs do
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _NO_RSYNC = re.compile(
@@ -55,9 +55,9 @@ def copy_to_hosts(
 ) -> None:
     """Copy the contents of ``source`` to ``destination`` on all hosts.
 
-    ``say`` gets a line for each host at the start and at the end, and one every 10 s meanwhile.
-    The first failure ends the other copies and is raised as :class:`LaunchError` (exit code 1),
-    and so is a Ctrl-C or another signal (128 and the signal's number).
+    ``say`` gets a line for each host at the start and at the end, and one every 10 s in between.
+    The first failure ends the other copies and raises :class:`LaunchError` (exit code 1). So does
+    Ctrl-C or another signal (exit code 128 and the signal's number).
     """
     waiting, running = list(hosts), dict[subprocess.Popen[bytes], tuple[Host, IO[bytes], float]]()
     begun_s = told_s = time.monotonic()
@@ -101,7 +101,7 @@ def _started(argv: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it if it still runs, with the ssh that it has started."""
+    """Kill rsync if it still runs, and the ssh that it has started."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ def _last_lines(errors: IO[bytes]) -> list[str]:
 
 
 def _pause(signals: SignalPipe) -> None:
-    """Wait a moment, or until a copy may have ended. Raises :class:`LaunchError`."""
+    """Wait a moment or until a signal arrives. Raises :class:`LaunchError`."""
     select.select([signals.fd], [], [], _LOOK_EVERY_S)
     for number in signals.arrived():
         if number in ENDING:
@@ -130,14 +130,14 @@ def rsync_argv(
 ) -> list[str]:
     """Return the command that copies ``source`` into ``destination``, made if missing.
 
-    ``destination`` is relative to the home directory there unless it begins with ``/``. Raises
-    :class:`LaunchError` (exit code 2) when it cannot be a directory's name.
+    ``destination`` is relative to the home directory on the host unless it begins with ``/``.
+    Raises :class:`LaunchError` (exit code 2) if it cannot be a directory's name.
     """
     directory = _directory(destination)
     make = shell_line(["mkdir", "-p", "--", directory])
     return [
         "rsync",
-        "-azs",  # s: no shell there looks at the names
+        "-azs",  # s: no remote shell interprets the names
         f"--timeout={_STALLED_S}",
         "--exclude=.git",
         "-e",
@@ -150,7 +150,7 @@ def rsync_argv(
 
 
 def place(host: Host, destination: str) -> str:
-    """Return where it goes, for users."""
+    """Return the destination on ``host`` for messages."""
     user = "" if host.user is None else f"{host.user}@"
     return f"{user}{bracketed(host.name)}:{destination}"
 
@@ -162,7 +162,7 @@ def sync_refusal(
     exit_code: int,
     launcher_args: Sequence[str] = (),
 ) -> str:
-    """Return why a copy failed: one sentence, with what ssh or rsync said."""
+    """Return a sentence on why a copy failed, with what ssh or rsync said."""
     lines = [_CONTROL.sub("", line).strip() for line in stderr_lines]
     lines = [line for line in lines if line]
     where = place(host, destination)
@@ -187,7 +187,7 @@ def sync_refusal(
 
 
 def _directory(destination: str) -> str:
-    """Return a directory as rsync takes it: without a leading ``~/``."""
+    """Return a directory in rsync's form, without a leading ``~/``."""
     if not destination or _CONTROL.search(destination):
         raise LaunchError(f"--sync-dst-dir must be a directory on the hosts, got {destination!a}")
     if destination == "~":

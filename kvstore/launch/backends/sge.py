@@ -1,8 +1,8 @@
-"""Launch by ``sge``: one array job of Grid Engine, with a task for each process.
+"""The launcher ``sge``: one array job of Grid Engine, a task for each process.
 
-``qsub -sync y`` stays as long as the array does, and reports each task that ends. A task's own
-output goes into the job's directory, where the launcher finds it. An array has one request for all
-its tasks, so the servers get what the workers ask for. Flags as in dmlc-core's
+``qsub -sync y`` runs as long as the array and reports each task that ends. A task writes its own
+output into the job's directory, where the launcher finds it. All tasks of an array have the same
+request, so the servers get the same resources as the workers. Flags as in dmlc-core's
 ``tracker/dmlc_tracker/sge.py``; facts from qsub(1), qstat(1), sge_types(5) and parallel_env in
 sge_pe(5) of gridengine 8.1. Read ``launch/agents/cluster.py`` first.
 """
@@ -23,7 +23,7 @@ from kvstore.launch.agents.join import AgentTicket
 from kvstore.launch.agents.wire import GREETING
 from kvstore.launch.options import LaunchError, LaunchOptions
 
-_NUMBER = re.compile(r"Your job(?:-array)? (\d+)|(\d+)\.\d+-\d+:\d+\Z")  # the latter: -terse
+_NUMBER = re.compile(r"Your job(?:-array)? (\d+)|(\d+)\.\d+-\d+:\d+\Z")  # the second form: -terse
 _TASK_OVER = re.compile(r"Job \d+\.(\d+) (exited .*?)\.?\Z")
 _DELETED = re.compile(r"Unable to run job (\d+)\.\d+")
 _REFUSED = re.compile(r"Unable to (?:run job|initialize environment because of error): (.*)")
@@ -33,16 +33,17 @@ _ERROR_REASON = re.compile(
 _OBSTACLE = re.compile(r"^(?:Job \d+ (?:\(.*?\) )?)?(cannot run .*)$", re.MULTILINE)
 _SLOTS_OF_ONE_HOST = re.compile(r"^allocation_rule\s+\$pe_slots\s*$", re.MULTILINE)
 _JOB_NAME = re.compile(r"(?![0-9.#])[^\s\x00-\x20\x7f-\U0010ffff/:@\\*?'\"\[\]{}|(),%]+\Z")
-_SHOWN = 2  # obstacles; there may be one for each host
-_ASKING_S = 5.0  # for all that is asked of the cluster at one time
-_LAST_WORDS_S = 2.0  # for a shared file system to show what a task has said
+_SHOWN = 2  # the number of obstacles shown; each host may have one
+_ASKING_S = 5.0  # for all questions to the cluster in one poll
+_LAST_WORDS_S = 2.0  # for a shared file system to show a task's output
 _SHOWN_LINES = 20
 _SCRIPT_NAME = "task.sh"
 _ENDED = "ended."
 _NO_DIRECTORY = 66
 
-# Called with the agent's command. What it says is not the task's output (qsub -o), because Grid
-# Engine holds a job for ever, in an error state, when that file cannot be made.
+# Each task calls this script with the agent's command. The output goes to a file of its own instead
+# of the task's (qsub -o): if that file cannot be created, Grid Engine holds the job for ever, in an
+# error state.
 _SCRIPT = f"""\
 #!/bin/sh
 directory=${{2%/*}}
@@ -58,9 +59,9 @@ exit $code
 
 
 class ArrayJob(Cluster):
-    """An array job by qsub's number; ``can_ask`` is whether qconf exists.
+    """An array job of Grid Engine; ``can_ask`` is whether its commands exist here.
 
-    Raises :class:`LaunchError` for a name that cannot be, and for cores that no cell can give.
+    Raises :class:`LaunchError` for an invalid name, and for cores that the cluster cannot provide.
     """
 
     program = "qsub"
@@ -133,10 +134,10 @@ class ArrayJob(Cluster):
         return f"{self._name(task)} {how} before it had reached the launcher"
 
     def trouble(self) -> str | None:
-        """Return why a task has ended that would have become an agent, or the job's error."""
+        """Return why a task ended before its agent connected, or the job's error."""
         try:
             names = [path.name for path in self._directory.iterdir()]
-        except OSError:  # a file system that is away for the moment
+        except OSError:  # the file system is not available at the moment
             return self._error
         ended = sorted(name.removeprefix(_ENDED) for name in names if name.startswith(_ENDED))
         found = (self._last_words(int(task)) for task in ended if task.isdigit())
@@ -175,7 +176,7 @@ class ArrayJob(Cluster):
         return None
 
     def _last_words(self, task: int) -> str | None:
-        """Return a sentence of task ``task``'s output; None while it has none."""
+        """Return a sentence from the output of task ``task``, or None if it has none yet."""
         try:
             said = (self._directory / f"{_ENDED}{task}").read_bytes()
         except OSError:
@@ -189,7 +190,7 @@ class ArrayJob(Cluster):
         if texts and texts[-1].startswith(("(exit code 126 ", "(exit code 127 ")):
             python = self.agent(self._directory)[0]
             host = texts[-1].rpartition(" on ")[2].rstrip(")")
-            why = texts[0].rpartition(": ")[2]  # of the shell's words
+            why = texts[0].rpartition(": ")[2]  # the last part of the shell's message
             return f"{host}: '{python}' cannot be run there ({why}); --python names another"
         return f"{self._name(task)} ended before it had reached the launcher; it said:{shown}"
 
@@ -209,7 +210,7 @@ class ArrayJob(Cluster):
         return f"{where} has {total} slots in all, and {needed} are needed at the same time"
 
     def _wanted_slots(self, can_ask: bool) -> list[str]:
-        """Return the options for each task's processors. Raises :class:`LaunchError`."""
+        """Return the options for each task's cores. Raises :class:`LaunchError`."""
         cores = self.places.worker_cores
         if cores is None or cores == 1 or "-pe" in self.places.launcher_args:
             return []
@@ -231,12 +232,12 @@ class ArrayJob(Cluster):
         return ["-pe", "smp" if "smp" in found else found[0], str(cores)]
 
     def _ask(self, until_s: float, *words: str) -> str:
-        """Return what a command prints; "" when it does not answer until then."""
+        """Return a command's output, or "" if it does not end before ``until_s``."""
         return ask(words, self.environ, max(0.0, until_s - time.monotonic()))[0]
 
 
 def slots_of_a_task(options: LaunchOptions) -> int:
-    """Return the slots that --worker-cores or ``-pe NAME N`` ask for; 1 by default."""
+    """Return the slots that --worker-cores or ``-pe NAME N`` request; 1 by default."""
     words = options.places.launcher_args
     for index, word in enumerate(words[:-2]):
         if word == "-pe" and words[index + 2].isdecimal():
@@ -245,7 +246,7 @@ def slots_of_a_task(options: LaunchOptions) -> int:
 
 
 def states(listed: str, number: str) -> Counter[str]:
-    """Return how many tasks are in each state, from ``qstat -g d``."""
+    """Return the number of tasks in each state, from ``qstat -g d``."""
     # job-ID prior name user state date time [queue] slots ja-task-ID
     rows = (line.split() for line in listed.splitlines())
     return Counter(words[4] for words in rows if len(words) >= 9 and words[0] == number)
@@ -264,7 +265,7 @@ def obstacles(verified: str) -> str:
 
 
 def slot_total(queues: str) -> int | None:
-    """Return the slots of all queues, from the output of ``qstat -g c``."""
+    """Return the number of slots of all queues, from the output of ``qstat -g c``."""
     head, *lines = queues.splitlines() or [""]
     # "CLUSTER QUEUE" is one column of two words.
     titles = head.replace("CLUSTER QUEUE", "QUEUE").split()

@@ -1,8 +1,8 @@
-"""Launch by ``slurm``: one ``srun`` starts servers and workers by task number.
+"""The launcher ``slurm``: one ``srun`` starts servers and workers by task number.
 
-Outside of an allocation srun asks for one, with a component for the servers and one for the
-workers where they need different things. In a script of sbatch, or under salloc, it makes a step
-in that allocation, and the scheduler runs where the script does. The allocation is read from the
+Outside of an allocation, srun requests one, with separate components for the servers and the
+workers if they need different resources. In a script of sbatch, or under salloc, srun makes a step
+in that allocation, and the scheduler runs where the script runs. The allocation is read from the
 variables of srun(1), "INPUT ENVIRONMENT VARIABLES", and sbatch(1), "OUTPUT ENVIRONMENT VARIABLES".
 Facts: srun(1), squeue(1) and scancel(1) of Slurm 22.05, and
 https://slurm.schedmd.com/heterogeneous_jobs.html. Read ``launch/agents/cluster.py`` first.
@@ -21,8 +21,8 @@ from kvstore.launch.agents.cluster import Cluster, are_here, ask, it_said
 from kvstore.launch.agents.cluster_job import run_on
 from kvstore.launch.options import LaunchError, LaunchOptions
 
-# Options of srun that sbatch hands on. They say how the script's tasks are laid out, and ours
-# are others, whose options are all given. Those of a component have another word at their end.
+# Variables with which sbatch passes on srun's options. They describe the layout of the script's
+# tasks; ours have another layout, and give all their options. Those of a component have a suffix.
 _LAYOUT = re.compile(
     r"""
     (SRUN_CPUS_PER_TASK | SLURM_(
@@ -34,17 +34,17 @@ _LAYOUT = re.compile(
     """,
     re.VERBOSE,
 )
-# What srun says is for the launcher, which would wait for it in vain.
+# The launcher reads srun's output; with these variables it would wait for it in vain.
 _REDIRECTION = ("SLURM_LABELIO", "SLURM_STDERRMODE", "SLURM_STDINMODE", "SLURM_STDOUTMODE")
-# What a user likes of squeue and scancel by hand, such as to be asked.
+# Variables with a user's options for squeue and scancel, such as to ask first.
 _WISHES = ("SQUEUE_", "SCANCEL_")
-_PARTS = 2  # of a heterogeneous allocation: for servers, for workers
+_PARTS = 2  # the components of a heterogeneous allocation: servers, workers
 
-_STEP_S = 300.0  # for a step in an allocation that is there already
+_STEP_S = 300.0  # for a step in an existing allocation
 _ANSWER_S = 5.0
 _SHOWN_LINES = 20
 _LAST_LINES = 5
-_FAIL_CODE = "code 3"  # of an agent that says itself why it cannot serve (join.py)
+_FAIL_CODE = "code 3"  # of an agent that has reported why it cannot serve (join.py)
 _AGENT_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.*)")
 _KNOWN = (
     (
@@ -63,11 +63,11 @@ _KNOWN = (
     (r"Unable to contact slurm controller", "its controller does not answer: try sinfo"),
     (r"Invalid job id", "the allocation of SLURM_JOB_ID is over: unset SLURM_JOB_ID"),
 )
-# Reasons for which a job can wait for ever (squeue(1), "JOB REASON CODES").
+# Reasons for which a job would wait for ever (squeue(1), "JOB REASON CODES").
 _NEVER = frozenset({"BadConstraints", "PartitionConfig"})
 
-# Cancels the job of the directory "$1", a moment after the launcher's end: agents remove the key
-# before Slurm ends them. A request that was on its way when srun was killed may become a job a
+# Cancels the job of the directory "$1" a moment after the launcher's end, so that agents remove the
+# key before Slurm ends them. A request that was on its way when srun was killed may become a job a
 # little later. Succeeds if Slurm has answered.
 _CANCEL = """\
 answered=1
@@ -86,7 +86,7 @@ exit $answered
 
 @dataclass(frozen=True)
 class Allocation:
-    """``nodes`` is how many each component has, None where nothing says it."""
+    """One allocation; ``nodes`` is each component's number of nodes, None if unknown."""
 
     job_id: str
     nodes: tuple[int | None, ...]
@@ -94,7 +94,7 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Find the allocation of this process. Raises :class:`LaunchError`."""
+    """Return the allocation of this process, or None. Raises :class:`LaunchError`."""
     job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job_id:
         return None
@@ -114,7 +114,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def refuse_copies(environ: Mapping[str, str]) -> None:
-    """Raise :class:`LaunchError` where srun has started this launcher more than once."""
+    """Raise :class:`LaunchError` if srun has started several copies of this launcher."""
     copies = _number(environ.get("SLURM_STEP_NUM_TASKS")) or 1
     if "SLURM_STEP_ID" in environ and copies > 1 and "DMLC_ROLE" not in environ:
         raise LaunchError(
@@ -128,7 +128,7 @@ def _number(text: str | None) -> int | None:
 
 
 class _Srun(Cluster):
-    """Tasks that one srun starts."""
+    """The tasks that one srun starts."""
 
     program = "srun"
     rank_names = ("SLURM_PROCID",)
@@ -149,30 +149,34 @@ class _Srun(Cluster):
         return f"{found[1]}: the agent could not start ({found[2]}){it_said(self._said)}"
 
     def refusal(self, lines: Sequence[str]) -> str | None:
-        for line in reversed(lines[-_LAST_LINES:]):  # what it said while it waited has passed
+        for line in reversed(lines[-_LAST_LINES:]):  # earlier lines are about the wait
             for pattern, meaning in _KNOWN:
                 if re.search(pattern, line):
                     return f"Slurm does not run the job: {meaning}"
         return None
 
     def srun(self, directory: Path, parts: Sequence[tuple[list[str], list[str]]]) -> list[str]:
-        """Return the components' options: before the user's own, which win, and after."""
+        """Return srun's command for ``parts``, the options of each component.
+
+        In each part, the first list comes before the user's own options, which override it; the
+        second list comes after them.
+        """
         argv = ["srun"]
         for number, (first, last) in enumerate(parts):
             if number:
                 argv.append(":")
             argv += [
                 f"--job-name={self.places.jobname or 'kvstore'}",
-                # A worker on each node before the second one on any.
+                # One task on each node before a second task on any.
                 "--distribution=cyclic",
                 *first,
                 *self.places.launcher_args,
                 *last,
                 "--mpi=none",
-                # An agent's reason is heard by srun.
+                # srun prints why an agent cannot serve.
                 "--output=all",
                 "--error=all",
-                # The launcher ends the job, and knows why.
+                # The launcher ends the job, and reports the cause.
                 "--kill-on-bad-exit=0",
                 "--wait=0",
                 *self.agent(directory),
@@ -181,19 +185,19 @@ class _Srun(Cluster):
 
 
 class SlurmJob(_Srun):
-    """A job of Slurm that may wait; squeue shows it by its directory.
+    """A job of Slurm that may wait; squeue shows its directory.
 
-    So a job is found, and cancelled, also when srun was killed before it said the job's number.
+    So the job is found and cancelled even if srun was killed before it printed the job's number.
     """
 
-    # The allocation stays when srun is killed, where slurm.conf has no InactiveLimit.
+    # Without InactiveLimit in slurm.conf, the allocation stays when srun is killed.
     clears_up = True
     if_lost = ("scancel", "--quiet", "$SLURM_JOB_ID")
 
     def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
         super().__init__(options, environ)
         self._directory = ""
-        # Agents that lose their launcher give back the allocation that they are in.
+        # Agents that lose their launcher cancel the allocation in which they run.
         if any(word.split("=")[0] == "--jobid" for word in self.places.launcher_args):
             raise LaunchError(
                 "--jobid in --launcher-args is not supported; run the launcher inside the "
@@ -215,7 +219,7 @@ class SlurmJob(_Srun):
         )
 
     def _needs(self, role: str) -> list[str]:
-        """Return what each task of ``role`` asks Slurm for."""
+        """Return srun's options for the resources of each task of ``role``."""
         places = self.places
         is_worker = role == "worker"
         cores = places.worker_cores if is_worker else places.server_cores
@@ -260,10 +264,10 @@ def described(listed: str, directory: str) -> str:
 
 
 class SlurmStep(_Srun):
-    """A step in an allocation, which is the user's and stays.
+    """A step in the user's allocation, which the launcher does not end.
 
-    All processes of a node share its processors. In a heterogeneous allocation the servers are in
-    the first component and the workers in the second.
+    All processes of a node share its cores. In a heterogeneous allocation, the servers run in the
+    first component and the workers in the second.
     """
 
     connect_s = _STEP_S
@@ -276,7 +280,7 @@ class SlurmStep(_Srun):
         self._nodes = within.nodes
         wanted = self.places.worker_gpus
         self.worker_gpus = within.gpus_per_task if wanted is None else wanted
-        # What has been decided when the allocation was made.
+        # These options were fixed when the allocation was made.
         for option in ("queue", "server_cores", "worker_memory_mb", "server_memory_mb"):
             if getattr(self.places, option) is not None:
                 name = option.removesuffix("_mb").replace("_", "-")
@@ -298,7 +302,7 @@ class SlurmStep(_Srun):
 
 
 def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> Cluster:
-    """Return a step in this allocation, or a job. Raises :class:`LaunchError`."""
+    """Return a step in this allocation, or a new job. Raises :class:`LaunchError`."""
     remedy = (
         "start the job where Slurm's commands are, mostly on a login node of the cluster, or load "
         "its module"

@@ -1,11 +1,10 @@
-"""The launcher ``ssh``: scheduler here, other processes on the hosts.
+"""The launcher ``ssh``: the scheduler runs here, other processes on the hosts.
 
 One ``ssh`` for each host starts an agent there (``launch/agents/agent.py``), which starts that
-host's processes; the job's key and the variables go through its standard input. The command is a
-child of the launcher: its standard input and output are the agent's link, its standard error says
-why it could not reach the machine. Flags and places as in dmlc-core's
-``tracker/dmlc_tracker/ssh.py``. Runs on the main thread. Read ``launch/job/run.py`` and
-``launch/agents/remote.py`` first.
+host's processes. The job's key and the variables go through its standard input. The command is a
+child of the launcher: its standard input and output are the agent's link, and its standard error
+says why ssh could not reach the machine. Flags as in dmlc-core's ``tracker/dmlc_tracker/ssh.py``.
+Runs on the main thread. Read ``launch/job/run.py`` and ``launch/agents/remote.py`` first.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _REAP_S = 2.0
 
 
 class SshPlace(AgentPlace):
-    """A host reached by ssh; it checks for ``script`` there ("" for none).
+    """A host that is reached by ssh; its agent checks ``script`` ("" means none).
 
     Raises OSError if ssh is missing.
     """
@@ -62,7 +61,7 @@ class SshPlace(AgentPlace):
         super().__init__(host.label)
         self._host = host
         self._options = options
-        self._refused: str | None = None  # by the program that would have become the agent
+        self._refused: str | None = None  # the reason from the program that was to become the agent
         self._process = subprocess.Popen(
             _command(host, options),
             stdin=subprocess.PIPE,
@@ -92,12 +91,12 @@ class SshPlace(AgentPlace):
         self._errors.adjust(selector, paused=False)
 
     def hang_up(self) -> None:
-        """Close the link, which makes the agent kill its processes; wait a moment."""
+        """Close the link, which makes the agent kill its processes; note the time."""
         self._hung_up_s = time.monotonic()
         super().hang_up()
 
     def close(self) -> None:
-        """End the command, and whatever it has started (a jump host's ssh)."""
+        """End ssh and the processes that it has started (such as a jump host's ssh)."""
         try:
             self._process.wait(max(0.0, self._hung_up_s + _REAP_S - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -120,12 +119,12 @@ class SshPlace(AgentPlace):
         events = super()._lose(how)
         if self.greeting is not None:
             return events
-        code = self._exit_code()  # and reads the last complaints
+        code = self._exit_code()  # this also reads the last complaints
         said, arguments = list(self._complaints), self._options.places.launcher_args
         self.failure = self._refused or refusal(
             self._host, said, code, _python(self._options), arguments
         )
-        return []  # the failure says it all
+        return []  # the failure reports everything
 
     def _last_words(self) -> str:
         return f" ({self._complaints[-1]})" if self._complaints else ""
@@ -134,7 +133,7 @@ class SshPlace(AgentPlace):
         texts = [line.decode(errors="replace") for line in lines]
         self._complaints.extend(texts)
         if self.greeting is None:
-            return []  # the reason why there is no agent; ``failure`` will say it
+            return []  # the reason why there is no agent, which ``failure`` reports
         return [Note(f"{self.label}: {text}") for text in texts if text]
 
     def _exit_code(self) -> int | None:
@@ -153,7 +152,7 @@ def run(
     service_command: Sequence[str],
     timing: Timing,
 ) -> int:
-    """Run a job, as :func:`kvstore.launch.job.run.run_job` does."""
+    """Run a job on the hosts; see :func:`kvstore.launch.job.run.run_job`."""
     if options.hostfile is None:
         raise LaunchError(
             "--launcher ssh needs a hosts file; pass -H FILE with one host on each line"
@@ -169,7 +168,7 @@ def run(
         return _print_plan(options, hosts, places)
     if options.check:
         return _check(options, environ, timing, [hosts[index] for index in used])
-    if port:  # is it in use? Not after all has been copied
+    if port:  # if the port is in use, say so before copying
         listen(wished or "0.0.0.0", port).close()
     if options.sync_dst_dir is not None:
         arguments = options.places.launcher_args
@@ -238,7 +237,7 @@ def _check(
     """Check every host, print a table, and return 0, or 1 if one fails."""
     rows: list[CheckResult] = []
     script = script_of(options.command)
-    if options.sync_dst_dir is not None:  # the hosts get what is here
+    if options.sync_dst_dir is not None:  # the hosts will get this machine's files
         rows.append(script_row(script))
         script = ""
     with checking(environ, timing) as supervisor:

@@ -1,9 +1,9 @@
-"""How ``ssh`` is called, and what it means when it refuses.
+"""The command line of ``ssh``, and explanations of its failures.
 
-Pure: an argument vector out of a :class:`~kvstore.launch.backends.hosts.Host`, and one sentence out
-of what ssh wrote. Nothing secret may be among the words: other users of both machines can read
-them. The options are those of ``ssh(1)`` and ``ssh_config(5)``, OpenSSH 7.6 and later. Read
-``rsync.py`` next, which copies files through the same connection.
+Pure: it builds the argument vector for a :class:`~kvstore.launch.backends.hosts.Host`, and one
+sentence from ssh's error output. The arguments must not contain a secret, because other users of
+both machines can read them. The options are those of ``ssh(1)`` and ``ssh_config(5)``, OpenSSH 7.6
+and later. Read ``rsync.py`` next, which copies files through the same connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONNECT_S = 10
 _ALIVE_EVERY_S = 15
 _ALIVE_COUNT = 4
 
-# A lost connection or a forbidden question would otherwise stall the job.
+# Without these, a lost connection or a question to the user would stall the job.
 _OPTIONS = (
     f"ConnectTimeout={CONNECT_S}",
     f"ServerAliveInterval={_ALIVE_EVERY_S}",
@@ -27,12 +27,12 @@ _OPTIONS = (
     "ForwardX11=no",
     "ForwardAgent=no",
     "ClearAllForwardings=yes",
-    "ControlMaster=no",  # one that stays would hold our pipes open; an existing one is used
+    "ControlMaster=no",  # a new master would hold our pipes open; an existing one is used
     "RemoteCommand=none",
-    "LogLevel=INFO",  # a quieter one would leave us without the reason of a refusal
+    "LogLevel=INFO",  # quieter levels hide the reason of a refusal
 )
 
-# ssh's options by getopt's rules; in the first string those that take a value.
+# ssh's options by getopt's rules; the first string lists those that need a value.
 _WITH_VALUE = "BDEFIJLOPQRSWbceilmopw"
 _NOT_FOR_JOBS = frozenset("GNOQVWfnst")
 _OPTION_WORD = re.compile(
@@ -49,17 +49,17 @@ _MEANING = {"'": '"\'"', "\\": "\\\\", "!": "\\!"}
 def ssh_argv(host: Host, launcher_args: Sequence[str], remote_words: Sequence[str]) -> list[str]:
     """Return the command that runs ``remote_words`` on ``host`` without a terminal.
 
-    Raises :class:`LaunchError` (exit code 2) for ``launcher_args`` that cannot be meant.
+    Raises :class:`LaunchError` (exit code 2) for invalid ``launcher_args``.
     """
     return [*ssh_options(host, launcher_args), "--", host.name, shell_line(remote_words)]
 
 
 def ssh_options(host: Host, launcher_args: Sequence[str]) -> list[str]:
-    """Return the command up to the host.
+    """Return the ssh command up to, but without, the host.
 
-    ssh keeps the first value that it sees of an option. So passwords cannot be switched back on;
-    a port or user in the hosts file, which is for one host, comes before ``launcher_args``,
-    which are for all; and these come before our own choices and ssh's configuration.
+    ssh uses the first value that it sees of an option. So passwords cannot be enabled again. A port
+    or user from the hosts file, which is for one host, comes before ``launcher_args``, which are
+    for all hosts. These come before our own choices and ssh's configuration.
     """
     check_launcher_args(launcher_args)
     words = ["ssh", "-o", "BatchMode=yes"]
@@ -70,7 +70,7 @@ def ssh_options(host: Host, launcher_args: Sequence[str]) -> list[str]:
     words += launcher_args
     for option in _OPTIONS:
         words += ["-o", option]
-    return [*words, "-T"]  # of -t and -T the last counts
+    return [*words, "-T"]  # the last of -t and -T wins
 
 
 def check_launcher_args(words: Sequence[str]) -> None:
@@ -99,10 +99,10 @@ def check_launcher_args(words: Sequence[str]) -> None:
 def shell_line(words: Sequence[str]) -> str:
     """Return one line that a login shell splits into ``words``, unchanged.
 
-    It is the same to sh, bash, zsh, csh and fish. So what :func:`shlex.join` leaves within
-    quotes is quoted further: ``!`` is history in csh, a backslash an escape in fish. Raises
-    ValueError for control characters, such as line breaks: csh has no way to quote them that
-    others share.
+    sh, bash, zsh, csh and fish all read it in the same way. So some characters that
+    :func:`shlex.join` would only put in quotes are escaped: ``!`` is history in csh, and a
+    backslash is an escape in fish. Raises ValueError for control characters, such as line breaks:
+    csh cannot quote them in a way that other shells share.
     """
     return " ".join(_quoted(word) for word in words)
 
@@ -116,9 +116,8 @@ def refusal(
 ) -> str:
     """Return why ssh or the remote command failed, and what to do.
 
-    ``stderr_lines`` is what it wrote to standard error, or the last lines of it; ``exit_code``
-    its status, 255 if the trouble was ssh's own, or None where it has not ended. ``python`` is
-    the program that was to run.
+    ``stderr_lines`` are the last lines of standard error. ``exit_code`` is 255 for an error of ssh
+    itself, and None if the command has not ended. ``python`` is the program that was to run.
     """
     lines = [_CONTROL.sub("", line).strip() for line in stderr_lines]
     lines = [line for line in lines if line]
@@ -132,7 +131,7 @@ def refusal(
 def known_refusal(
     host: Host, lines: Sequence[str], launcher_args: Sequence[str] = ()
 ) -> str | None:
-    """Return the sentence for lines of ssh with a known remedy, or None."""
+    """Return a sentence if ssh's output has a known remedy, or None."""
     for pattern, sentence in _REFUSALS:
         for line in reversed(lines):
             if pattern.search(line):
@@ -142,7 +141,7 @@ def known_refusal(
 
 
 def no_program(name: str, error: OSError) -> str:
-    """Return the error for an ``ssh`` or ``rsync`` that this machine cannot start."""
+    """Return the error for an ``ssh`` or ``rsync`` that cannot start on this machine."""
     package = {"ssh": "openssh-client"}.get(name, name)
     return (
         f"cannot run {name}: {error.strerror}; install it (Debian: apt install {package}) and put "
@@ -154,7 +153,7 @@ def login(host: Host, launcher_args: Sequence[str] = ()) -> str:
     """Return the arguments of ``ssh`` for this host, with the user's options."""
     words = [] if host.port is None else ["-p", str(host.port)]
     if launcher_args and host.user is not None:
-        words += ["-l", host.user]  # ssh takes the first that it is told
+        words += ["-l", host.user]  # ssh uses the first user that it is given
     words += launcher_args
     is_told = host.user is None or launcher_args
     words.append(host.name if is_told else f"{host.user}@{host.name}")
@@ -173,7 +172,7 @@ def _quoted(word: str) -> str:
 def _command_refusal(
     host: Host, lines: Sequence[str], exit_code: int | None, python: str
 ) -> str | None:
-    """Return the sentence for a remote command that ended with ``exit_code``."""
+    """Return a sentence for a remote command that ended with ``exit_code``, or None."""
     for line in reversed(lines):
         if _NO_MODULE.search(line):
             return (
@@ -205,12 +204,12 @@ def _unknown_refusal(
 
 
 _NO_MODULE = re.compile(r"No module named '?kvstore\b")
-# csh says so, and ends with 1 where other shells end with 127 and 126.
+# csh prints this and ends with 1 where other shells end with 127 and 126.
 _NOT_RUN = re.compile(r": (Command not found|Permission denied)\.\Z")
 
-# What OpenSSH writes (ssh.c, sshconnect.c, sshconnect2.c, readconf.c), most telling first:
-# the line on a changed key is followed by the general one on verification.
-# LOGIN becomes what login() says.
+# OpenSSH's messages (ssh.c, sshconnect.c, sshconnect2.c, readconf.c), the most specific first:
+# after the line on a changed key comes the general line on verification. LOGIN is replaced by the
+# result of login().
 _REFUSALS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), sentence)
     for pattern, sentence in (

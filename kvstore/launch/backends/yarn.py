@@ -1,13 +1,14 @@
-"""Launch by ``yarn``: Hadoop's distributed shell runs an agent in each container.
+"""The launcher ``yarn``: Hadoop's distributed shell runs an agent per container.
 
-The application master is the one that ships with Hadoop. It has one size of containers for servers
-and workers, and containers share no directory. So the script that each container runs holds all
-that an agent needs: the ticket with the job's key, and the programs. It writes them into the
-container's own directory, which only its user can read and which YARN removes with the container.
+The application master is the one that ships with Hadoop. All its containers, for servers and
+workers, have the same size, and they share no directory. So each container runs a script that
+contains everything that an agent needs: the programs, and the ticket with the job's key. The script
+writes them into the container's own directory, which only its user can read and which YARN removes
+with the container.
 
 The client's log is read line by line: a time, a level, a class and a message of one or more lines.
-It gives the application's id once it is submitted, and a report each second. Options and words are
-those of Hadoop's ``Client.java`` (hadoop-yarn-applications-distributedshell) and
+The log contains the application's id once it is submitted, and a report each second. Options and
+messages are those of Hadoop's ``Client.java`` (hadoop-yarn-applications-distributedshell) and
 ``YarnClientImpl.java``, 2.7 to 3.3. Read ``launch/agents/cluster.py`` first.
 """
 
@@ -61,10 +62,10 @@ _LOGGED = re.compile(
 )
 _QUIET = ("INFO", "WARN", "DEBUG")
 _FRAME = re.compile(r"\s*(?:at [\w.$/<>]+\(|\.\.\. \d+ more)")  # of a Java stack
-_GRUMBLE = re.compile(r"(?:SLF4J|WARNING|log4j|Picked up \w+): |OpenJDK ")  # not of the application
+_GRUMBLE = re.compile(r"(?:SLF4J|WARNING|log4j|Picked up \w+): |OpenJDK ")  # of other programs
 _SUBMITTED = re.compile(r"Submitted application (application_\d+_\d+)")
 _RETRYING = re.compile(r"Retrying connect to server: (\S+)\. Already")
-_BEGINS, _ENDS = "appDiagnostics=", ", appMasterHost="  # around what may have several lines
+_BEGINS, _ENDS = "appDiagnostics=", ", appMasterHost="  # around text that may have several lines
 _STATE = re.compile(r"yarnAppState=(\w+)")
 _DATE = re.compile(r"\A\[[^\]]*\d{4}\]\s*")
 _DETAILS = re.compile(r"\s*Details :.*", re.S)
@@ -78,18 +79,18 @@ _SUBMIT_NAME = "submit.sh"
 _SCRIPT_NAME = "container.sh"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
-# The client kills what has run for longer, and takes no larger number (24 days).
+# The client kills an application after this time, and accepts no larger number (24 days).
 _LONGEST_MS = 2**31 - 1
-# As dmlc-core's; Hadoop's default of 10 MB is as much as the cluster's least, which may be less
-# than a Python needs.
+# As in dmlc-core. Hadoop's default of 10 MB means the cluster's minimum, which may be less than a
+# Python needs.
 _MEMORY_MB = 1024
 _CORES = 1
 
-# What it prints must be all of this, also where somebody wants less.
+# The launcher needs the client's log at this level, even if the user has set another.
 _LOGGERS = {"HADOOP_ROOT_LOGGER": "INFO,console", "YARN_ROOT_LOGGER": "INFO,console"}
 
 # Submits the script that is its argument, waits for the end, and leaves nothing in HDFS. Hadoop
-# lets everybody read what the client uploads, so it is put into a directory of its own.
+# makes the client's uploads readable by all users, so they go into a private directory.
 _SUBMIT = """\
 trap : TERM
 hadoop fs -D fs.permissions.umask-mode=077 -mkdir -p {name} &&
@@ -102,17 +103,17 @@ _CANCEL = 'yarn application -kill "$1"; c=$?; hadoop fs -rm -r -f -skipTrash "$2
 
 
 class YarnApplication(Cluster):
-    """An application; the client's log has its id, state and diagnostics.
+    """A YARN application, whose id, state and diagnostics the client's log contains.
 
-    Its name is also that of the directory in HDFS that no other user can read. Raises
-    :class:`LaunchError` for a name and options that cannot be.
+    Its name is also the name of the directory in HDFS that no other user can read. Raises
+    :class:`LaunchError` for an invalid name or option.
     """
 
     program = "yarn"
     rank_names = (_RANK_NAME,)
     first_rank = 1
     only_wishes = True
-    ending_s = 15.0  # the application master, YARN and the client look at each other every second
+    ending_s = 15.0  # application master, YARN and client poll each other each second
 
     def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
         super().__init__(options, {**environ, **_LOGGERS})
@@ -125,7 +126,7 @@ class YarnApplication(Cluster):
         self.diagnostics = ""
         self._unreachable = ""
         self._is_submitting = False
-        self._message = ""  # the last one; diagnostics may have several lines
+        self._message = ""  # the last message; diagnostics may have several lines
 
     def submit(self, directory: Path) -> list[str]:
         return ["sh", str(directory / _SUBMIT_NAME), str(directory / _SCRIPT_NAME)]
@@ -139,7 +140,7 @@ class YarnApplication(Cluster):
         }
 
     def is_news(self, line: str) -> bool:
-        """Take in what the client has said, and return whether people should see it."""
+        """Evaluate a line of the client's log; return whether to show it to the user."""
         logged = _LOGGED.match(line)
         if logged is not None:
             self._message = logged[2]
@@ -192,7 +193,7 @@ class YarnApplication(Cluster):
 
 
 def short(diagnostics: str) -> str:
-    """Return a message on one line, without date, stacks and details; "" for none."""
+    """Return diagnostics on one line, without date, stacks and details; "" for none."""
     lines = [line for line in _DATE.sub("", diagnostics).splitlines() if not _FRAME.match(line)]
     text = _DETAILS.sub("", " ".join(" ".join(lines).split()))
     if text in ("null", "N/A"):
@@ -201,10 +202,10 @@ def short(diagnostics: str) -> str:
 
 
 def container_script(ticket: AgentTicket, python: str, directory: str, root: str | None) -> str:
-    """Return what makes a container an agent with ``python``.
+    """Return the script that makes a container an agent with ``python``.
 
-    Processes will run in ``directory`` where the container's host has it, else in the container's
-    own. ``root`` is as for :func:`agent_program`.
+    Processes run in ``directory`` if the container's host has it, else in the container's own
+    directory. ``root`` is that of :func:`agent_program`.
     """
     programs = {
         TICKET_NAME: ticket.to_text(),
@@ -238,7 +239,7 @@ def _refuse_own_options(launcher_args: Sequence[str]) -> None:
 
 
 def application_name(jobname: str | None) -> str:
-    """Return a unique name, for YARN's lists and a directory in HDFS."""
+    """Return a unique name for YARN's lists and for a directory in HDFS."""
     if jobname is not None and not _NAME.match(jobname):
         raise LaunchError(
             "--jobname must begin with a letter or digit and have only letters, digits, '.', '_' "
@@ -249,14 +250,14 @@ def application_name(jobname: str | None) -> str:
 
 
 def container_size(places: Places) -> tuple[int, int]:
-    """Return MiB and processors of every container: the largest that any role needs."""
+    """Return each container's MiB and cores: the largest that any role needs."""
     memory = max(places.worker_memory_mb or 0, places.server_memory_mb or 0)
     cores = max(places.worker_cores or 0, places.server_cores or 0)
     return memory or _MEMORY_MB, cores or _CORES
 
 
 def client_argv(places: Places, jar: str, name: str, count: int) -> list[str]:
-    """Return the arguments without the script; the client takes the first of two."""
+    """Return the client's command without the script; its first ``-jar`` wins."""
     memory, cores = container_size(places)
     queue = [] if places.queue is None else ["-queue", places.queue]
     return [
@@ -273,14 +274,14 @@ def client_argv(places: Places, jar: str, name: str, count: int) -> list[str]:
 
 
 def own_jar(launcher_args: Sequence[str]) -> str | None:
-    """Return the jar that the user names by ``-jar``."""
+    """Return the jar that the user names with ``-jar``, or None."""
     return next(
         (jar for option, jar in pairwise(launcher_args) if option in ("-jar", "--jar")), None
     )
 
 
 def find_jar(environ: Mapping[str, str]) -> str:
-    """Return the installed distributed shell. Raises :class:`LaunchError`."""
+    """Return the jar of Hadoop's distributed shell. Raises :class:`LaunchError`."""
     homes = [environ[name] for name in ("HADOOP_YARN_HOME", "HADOOP_HOME") if environ.get(name)]
     program = shutil.which("yarn", path=environ.get("PATH"))
     assert program is not None
@@ -313,7 +314,7 @@ def _directories_of_jars(
 
 
 def cluster_of(options: LaunchOptions, environ: Mapping[str, str]) -> YarnApplication:
-    """Return an application. Raises :class:`LaunchError`."""
+    """Return the application of this job. Raises :class:`LaunchError`."""
     application = YarnApplication(options, environ)
     remedy = "start this on a machine with Hadoop's client, with its bin directory on the PATH"
     is_here = are_here(["yarn", "hadoop"], options, environ, remedy)

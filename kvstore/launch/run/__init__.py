@@ -9,12 +9,12 @@
 
     results = kvstore.run(train, args=(0.1,), workers=4, servers=2)
 
-    with kvstore.LocalCluster(workers=2, servers=1) as cluster:  # whose workers stay
+    with kvstore.LocalCluster(workers=2, servers=1) as cluster:  # its workers run until the end
         cluster.run(load)
         results = cluster.run(train, args=(0.1,))
 
-Arguments are checked here, before anything is started. Importing has no effect. Any thread may
-call. Read ``job.py`` next.
+This module checks all arguments before it starts anything. Importing it has no effect. Any thread
+may call. Read ``job.py`` next.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pslite.errors import DeadlineError
 START_S = 120.0
 
 SAY_S = 10.0
-"""After so long ``close`` says for which workers it waits."""
+"""After this time, ``close`` prints for which workers it waits."""
 
 
 def run(
@@ -57,31 +57,31 @@ def run(
 ) -> list[Any]:
     """Call a function on each worker of a new job and return the results.
 
-    The list is in the order of the ranks. ``fn`` runs in a process that has joined the job, so
-    ``kvstore.create("dist_sync")`` works in it; ``kv.rank`` tells who it is. With cloudpickle
-    (``pip install cloudpickle``) it may be a lambda, a closure, or from a notebook; without, it
-    must be in a module that the workers can import. Arguments and results are pickled: each
-    worker has its own copy. What the processes print appears on ``sys.stdout`` and
-    ``sys.stderr`` of the caller.
+    The results are in the order of the ranks. ``fn`` runs in processes that have joined the job, so
+    ``kvstore.create("dist_sync")`` works in it, and ``kv.rank`` is the worker's rank. With
+    cloudpickle (``pip install cloudpickle``), ``fn`` may be a lambda, a closure, or from a
+    notebook; without, it must be in a module that the workers can import. Arguments and results are
+    pickled, so each worker has its own copy. The processes' output appears on the caller's
+    ``sys.stdout`` and ``sys.stderr``.
 
     Args:
-        launcher: how processes are started, as ``--launcher`` of ``kvstore-launch``; not
-            ``kubernetes``, whose pods share no directory with this process.
-        timeout_s: seconds for everything together; None waits for as long as it takes.
+        launcher: how to start processes, as ``--launcher`` of ``kvstore-launch``; not
+            ``kubernetes``, since pods share no directory with this process.
+        timeout_s: limit in seconds for the whole call; None means no limit.
         env: variables for all processes of the job.
         options: further options of the launcher, such as ``("--hostfile=hosts",)``.
-        share_dir: where the directory (mode 0700) is made through which function and results
-            go, on which all hosts must look under the same name. By default that for temporary
-            files with ``local``, else the current directory.
-        log_dir: keep one log file per process there; by default none is kept.
+        share_dir: a directory that all hosts share under the same path; the job creates its
+            directory (mode 0700) for functions and results in it. By default, the directory for
+            temporary files with ``local``, else the current directory.
+        log_dir: a directory to keep one log file per process; by default no logs are kept.
         python: the path of the workers' Python; by default this one.
 
-    Raises what a worker raised, with ``WorkerFailed`` and its traceback there as the cause; the
-    other workers are ended. ``WorkerFailed`` when one died, or when what it raised or returned
-    cannot be handed over; ``JobFailed`` when the job did not start or a server failed;
+    Raises the error that a worker raised; its cause is a ``WorkerFailed`` with the worker's
+    traceback. The other workers are ended. Raises ``WorkerFailed`` if a worker died, or if its
+    error or result cannot be passed on; ``JobFailed`` if the job did not start or a server failed;
     ``DeadlineError`` (a ``TimeoutError``), which names the ranks that had not returned; a
-    ``UsageError`` before anything is started. When this returns or raises, also by a Ctrl-C,
-    nothing of the job runs any more.
+    ``UsageError`` before anything is started. When this returns or raises, even after a Ctrl-C, no
+    process of the job runs any more.
     """
     wanted = _checked(workers, servers, env, options, log_dir, python, launcher, share_dir)
     limit_s = _as_seconds(timeout_s)
@@ -97,14 +97,16 @@ def run(
 class LocalCluster:
     """A scheduler, servers and workers on this machine, until closed.
 
-    All have joined when this returns, within ``timeout_s`` seconds; else ``DeadlineError`` is
-    raised and nothing of them stays. ``env``, ``options``, ``log_dir`` and ``python`` are those of
-    ``kvstore.run``. It is closed by :meth:`close`, by the end of a ``with`` block (at once, if an
-    exception leaves it), at the end of the interpreter, and when nothing refers to it any more.
+    When the constructor returns, all have joined. If they have not joined within ``timeout_s``
+    seconds, it ends all processes and raises ``DeadlineError``. ``env``, ``options``, ``log_dir``
+    and ``python`` are those of ``kvstore.run``. The cluster is closed by :meth:`close`, by the end
+    of a ``with`` block (at once, if an exception leaves the block), at the end of the interpreter,
+    and when no reference to it is left.
 
-    An exception in a function is raised by the call. If all workers have answered, the cluster
-    continues; if some have not within 2 s, since they wait for the one that raised, or if a worker
-    or server is lost, it ends, and calls raise ``ClosedError``. Nothing is restarted.
+    The call raises an exception of its function. If all workers have answered, the cluster
+    continues. It ends if some workers have not answered within 2 s, since they wait for the failed
+    one, or if a worker or server is lost. Later calls then raise ``ClosedError``. Nothing is
+    restarted.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class LocalCluster:
         wanted = _checked(workers, servers, env, options, log_dir, python)
         limit_s = _as_seconds(timeout_s)
         self._size = wanted.workers, wanted.servers
-        # The first call does nothing: it returns when the workers have joined.
+        # The first call does nothing; it returns when all workers have joined.
         self._job = RunningJob(wanted, "serve", _packed(os.getpid, (), None))
         self._end = weakref.finalize(self, self._job.end)
         try:
@@ -155,15 +157,16 @@ class LocalCluster:
     ) -> list[Any]:
         """Call ``fn`` once on each worker and return the results by rank.
 
-        ``timeout_s`` are seconds, also for the calls before it that are not over. When they are
-        over, and at a Ctrl-C, the cluster ends. Raises as ``kvstore.run`` does.
+        ``timeout_s`` is a limit in seconds, which includes earlier calls that have not finished.
+        After this time, and at a Ctrl-C, the cluster ends. Raises the same errors as
+        ``kvstore.run``.
         """
         _as_seconds(timeout_s)
         call = self.submit(fn, args, kwargs)
         try:
             return call.result(timeout_s)
         except DeadlineError:
-            if not call.done():  # else the function has raised it
+            if not call.done():  # otherwise the function has raised it
                 self._job.refuse("a call took longer than its timeout_s")
             raise
         except KeyboardInterrupt:
@@ -176,15 +179,15 @@ class LocalCluster:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Call:
-        """Have ``fn`` called after the calls before it, without waiting."""
+        """Call ``fn`` on each worker after the earlier calls, without waiting."""
         return Call(self, self._job.submit(_packed(fn, args, kwargs)))
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for the calls that are under way, then end everything; idempotent.
+        """Wait for the calls in flight, then end all processes. May be called again.
 
-        ``timeout_s`` are seconds; when they are over, calls under way are ended, and a line on
-        ``sys.stderr`` says so. None waits for as long as they take, and says after some seconds
-        for whom. Errors of calls whose result was not asked for are not raised.
+        After ``timeout_s`` seconds, calls in flight are ended, and a line on ``sys.stderr`` reports
+        it. None means no limit; after some seconds, a line says which workers are missing. Errors
+        of calls whose result was not requested are not raised.
         """
         limit_s = _as_seconds(timeout_s)
         try:
@@ -206,10 +209,10 @@ class LocalCluster:
 
 
 class Call:
-    """A call of :meth:`LocalCluster.submit`, which may be under way."""
+    """A call of :meth:`LocalCluster.submit`, in flight or finished."""
 
     def __init__(self, cluster: LocalCluster, call: JobCall) -> None:
-        self._cluster = cluster  # which ends when nothing refers to it
+        self._cluster = cluster  # kept, since an unreferenced cluster ends
         self._call = call
 
     def done(self) -> bool:
@@ -223,10 +226,10 @@ class Call:
         return f"<Call {self._call.number} of a LocalCluster: {state}>"
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """Return each worker's result by rank; show what they print meanwhile.
+        """Return each worker's result by rank; show the workers' output meanwhile.
 
-        Raises as ``kvstore.run`` does; after a ``DeadlineError`` the call continues, and this may
-        be called again.
+        Raises the same errors as ``kvstore.run``. After a ``DeadlineError``, the call continues,
+        and this may be called again.
         """
         return self._cluster._job.result(self._call, _as_seconds(timeout_s))
 
@@ -244,13 +247,13 @@ def _checked(
     launcher: object = "local",
     share_dir: object = None,
 ) -> JobOptions:
-    """Check each argument by itself. Raises ``UsageError``."""
+    """Check each argument separately. Raises ``UsageError``."""
     if not isinstance(launcher, str) or launcher not in LAUNCHERS:
         raise ArgumentValueError(
             f"launcher must be one of {', '.join(LAUNCHERS)}, got "
             f"{launcher!r}{did_you_mean(launcher, LAUNCHERS)}"
         )
-    if isinstance(options, str):  # would be taken for many letters
+    if isinstance(options, str):  # a text is also a sequence of letters
         raise ArgumentTypeError(
             f"options must be a sequence of texts, as in options=({options!r},)"
         )
@@ -278,7 +281,7 @@ def _as_count(name: str, value: object) -> int:
 
 
 def _as_seconds(timeout_s: object) -> float:
-    """Return the seconds left: infinite for None, 0 for a time that has passed."""
+    """Return the limit in seconds: infinite for None, at least 0."""
     if timeout_s is None:
         return math.inf
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):

@@ -1,13 +1,14 @@
 """The launcher as a background process, for notebooks and tests.
 
-A notebook, a test or a thread cannot be the launcher, which wants the main thread and the signals
-of a process. So it gets one, in a session of its own (a Ctrl-C in the terminal reaches the caller
-only), tied to the caller by a pipe (``launch/job/signals.py``).
+A notebook, a test or a thread cannot be the launcher, which needs the main thread and the signals
+of a process. So the launcher runs in a process with a session of its own (a Ctrl-C in the terminal
+reaches only the caller), tied to the caller by a pipe (``launch/job/signals.py``).
 
-Three things of its output are not shown to people: the marks by which a worker says that it has
-answered a call, the final block about a failure (which becomes the text of an exception), and,
-once the caller ends the job, what launcher, scheduler and nodes say about that. ``worker.py``
-writes the marks, ``launch/job/report.py`` the block. Used by ``job.py``, whose thread reads.
+Three parts of its output are not shown to users: the marks with which a worker reports its answer
+to a call; the final report of a failure, which becomes the text of an exception; and, after the
+caller has ended the job, the messages of launcher, scheduler and nodes about this end.
+``worker.py`` writes the marks, ``launch/job/report.py`` the report. Used by ``job.py``, whose
+thread reads the output.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions, p
 from kvstore.launch.run.parcels import MARK, WorkerAnswer, error_of
 
 _READ_BYTES = 64 * 1024
-# sys.argv[1] is the directory of a checkout, or empty where the package is installed. It takes
-# the place of the current directory, which is first unless PYTHONSAFEPATH is set.
+# sys.argv[1] is the directory of a checkout, or "" if the package is installed. It replaces the
+# current directory, which comes first unless PYTHONSAFEPATH is set.
 _START = (
     "import sys; root = sys.argv.pop(1); sys.path[: sys.path[0] == ''] = [root] if root else []; "
     "from kvstore.launch.cli import main; sys.exit(main())"
 )
-# What a job gives its processes besides; a job within it has its own.
+# Further variables of a job's processes; a job within it sets its own.
 _OF_A_JOB = RESERVED_NAMES | {
     "DMLC_RANK",
     "KVSTORE_SERVER_IMPORT",
@@ -50,7 +51,7 @@ _OF_A_JOB = RESERVED_NAMES | {
 
 _MARKED = re.compile(rf"(?P<before>.*){MARK}(?P<call>\d+)\Z", re.DOTALL)
 _PREFIX = re.compile(r"\[(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?[^]]*\] ")
-# What nodes say when others end: all of scheduler and servers, and the dated lines of workers.
+# Messages of nodes when others end: all of scheduler and servers, and the dated lines of workers.
 _OF_THE_END = re.compile(
     r"\[(?:scheduler|server|worker \d+[^]]*\] \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] W[\w[\]]*: )"
 )
@@ -59,12 +60,12 @@ _ENDED = re.compile(r"ended: +(?P<how>.*?), [0-9.]+ s after the start")
 _LOG_HEADING = re.compile(r"the last (?:line|\d+ lines) of its log:|its log is empty")
 
 Line = tuple[bool, str]
-"""(is it of standard error, the line without its end)."""
+"""(whether it is from standard error, the line without its end)."""
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The caller's request, each value checked; see :func:`checked_command`."""
+    """The caller's request, with checked values; see :func:`checked_command`."""
 
     workers: int
     servers: int
@@ -77,7 +78,7 @@ class JobOptions:
 
 
 def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]:
-    """Return the launcher's arguments. Raises ``UsageError`` if they make no sense."""
+    """Return the launcher's arguments. Raises ``UsageError`` if they are invalid."""
     python = wanted.python or sys.executable
     command = (python, "-m", "kvstore.launch.run.worker", str(directory), mode)
     arguments = [
@@ -93,9 +94,9 @@ def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]
     except LaunchError as error:
         text = str(error).replace("(--help", "(kvstore-launch --help")
         raise ArgumentValueError(text) from error
-    except SystemExit:  # of --help or --version
+    except SystemExit:  # from --help or --version
         found = None
-    # The further options must have left alone what has arguments of its own.
+    # The further options must not change values that have arguments of their own.
     if (
         found is None
         or (found.num_workers, found.num_servers) != (wanted.workers, wanted.servers)
@@ -131,7 +132,7 @@ def own_environment(environ: Mapping[str, str], additions: Mapping[str, str]) ->
 
 
 class BackgroundLauncher:
-    """A running launcher; one thread reads and closes it, any may signal it."""
+    """A running launcher; one thread reads and closes it, any thread may signal it."""
 
     def __init__(
         self, arguments: Sequence[str], additions: Mapping[str, str], directory: Path
@@ -164,9 +165,9 @@ class BackgroundLauncher:
             self._selector.register(pipe, selectors.EVENT_READ)
 
     def read(self, timeout_s: float | None) -> list[Line] | None:
-        """Wait for output up to a limit; return its lines, or None at the end.
+        """Wait at most ``timeout_s`` for output; return its lines, or None at the end.
 
-        Both outputs are closed then, which the launcher does by ending.
+        At the end, the launcher has closed both outputs.
         """
         if not self._rests:
             return None
@@ -180,7 +181,7 @@ class BackgroundLauncher:
                 self._selector.unregister(pipe)
                 del self._rests[pipe]
                 pipe.close()
-                complete += [rest] if rest else []  # of one that was killed; else lines are whole
+                complete += [rest] if rest else []  # only a killed launcher leaves half a line
             is_error = pipe is self._process.stderr
             for line in complete:
                 text = self.output.show(line.decode(errors="replace"), is_error=is_error)
@@ -188,7 +189,7 @@ class BackgroundLauncher:
         return shown
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the launcher a signal, unless it has ended."""
         self._process.send_signal(number)
 
     def close(self) -> int:
@@ -207,19 +208,20 @@ class LauncherOutput:
 
     said: list[str] = field(default_factory=list)
     block: list[str] = field(default_factory=list)
-    #: (call, rank, is it of standard error)
+    #: (call, rank, whether it is from standard error)
     marks: set[tuple[int, int, bool]] = field(default_factory=set)
     is_ending: bool = False
     _goes_on: bool = False
 
     def show(self, line: str, *, is_error: bool) -> str | None:
-        """Return the line to show, or None. Lines come without their end."""
+        """Return the line to show, or None; ``line`` has no line end."""
         if is_error and (self.block or line == FAILURE_HEADING):
             self.block.append(line)
             return None
-        if is_error and not line:  # stands above the block, and nowhere else
+        if is_error and not line:  # the empty line above the final report
             return None
-        # The launcher's messages begin with its name; what a cluster's program said is indented.
+        # The launcher's messages begin with its name; a cluster program's output in them is
+        # indented.
         is_own = line.startswith("[launcher] ")
         if is_error:
             is_own = self._goes_on = is_own or (self._goes_on and line.startswith("  "))
@@ -235,7 +237,7 @@ class LauncherOutput:
         return None if found["before"] == prefix[0] else found["before"]
 
     def has_answered(self, call: int, rank: int) -> bool:
-        """Return whether a worker has said, on any stream, that its answer is there."""
+        """Return whether a worker has announced its answer on any stream."""
         return not self.marks.isdisjoint({(call, rank, False), (call, rank, True)})
 
     def has_all_of(self, call: int, ranks: int) -> bool:
@@ -244,14 +246,13 @@ class LauncherOutput:
 
     @property
     def is_without_scheduler(self) -> bool:
-        """Whether the launcher has said that the scheduler is lost and the job continues."""
+        """Whether the launcher has reported that the job continues without its scheduler."""
         return any(GOES_ON in text for text in self.said)
 
     def report(self, without: str) -> JobFailed | None:
-        """Return the error of the final block (who failed first), or None.
+        """Return the error of the final report (the first failure), or None.
 
-        ``without`` is a directory that will be gone when somebody reads it: lines that name it
-        are left out.
+        ``without`` is a directory that will soon be removed: lines that name it are left out.
         """
         process = next(filter(None, map(_PROCESS.match, self.block)), None)
         ended = next(filter(None, map(_ENDED.match, self.block)), None)
@@ -272,7 +273,7 @@ class LauncherOutput:
 def show(lines: Sequence[Line]) -> None:
     """Write lines to the current ``sys.stdout`` and ``sys.stderr``.
 
-    They may be a notebook's or a test's.
+    These may belong to a notebook or a test.
     """
     for is_error, line in lines:
         stream = sys.stderr if is_error else sys.stdout
@@ -280,7 +281,7 @@ def show(lines: Sequence[Line]) -> None:
             continue
         try:
             stream.write(f"{line}\n")
-        except UnicodeEncodeError:  # no reason to end a job
+        except UnicodeEncodeError:  # not a reason to end the job
             encoding = stream.encoding or "ascii"
             stream.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))
     for stream in (sys.stdout, sys.stderr):
@@ -293,7 +294,7 @@ def show(lines: Sequence[Line]) -> None:
 
 @dataclass(frozen=True)
 class LauncherExit:
-    """The end of the launcher: ``status``, who failed first, what it said."""
+    """The end of the launcher: its status, the first failure and its own lines."""
 
     status: int
     report: JobFailed | None
@@ -303,9 +304,9 @@ class LauncherExit:
 def first_cause(answers: Mapping[int, WorkerAnswer], ending: LauncherExit | None) -> Exception:
     """Return the error of a failed call. ``ending`` is None while the job runs.
 
-    A failure brings others: when a worker is lost, its peers raise ``NodeLostError``, which tells
-    the caller nothing new. So the order is: what a worker raised of its own, the earliest first;
-    then what the launcher names as the first failure; then whatever else there is.
+    One failure causes others: when a worker is lost, its peers raise ``NodeLostError``, which tells
+    the caller nothing new. So the first of these is returned: the earliest error that a worker
+    raised itself; the first failure in the launcher's report; any other error.
     """
     failures = {rank: answer for rank, answer in answers.items() if answer.failed}
     earliest = sorted(failures, key=lambda rank: (failures[rank].at_s, rank))
@@ -319,7 +320,7 @@ def first_cause(answers: Mapping[int, WorkerAnswer], ending: LauncherExit | None
         return error_of(earliest[0] if report is None else report.rank, failures)
     if ending is None:
         return JobFailed("the job has failed")
-    how = describe_status(ending.status)  # it did not start, or was ended from outside
+    how = describe_status(ending.status)  # the job did not start, or was ended from outside
     if ending.status < 0:
         return JobFailed(f"the launcher of the job was ended by {how}")
     said = "\n".join(ending.said) or f"its launcher ended with {how}"

@@ -1,11 +1,11 @@
 """One job of ``kvstore.run`` or ``LocalCluster``, with its calls.
 
-Each function goes into a file, the launcher is started in the background, its workers run
-``worker.py`` and leave their answers as files, too. One thread follows the job: it reads what the
-processes write, takes the answers, orders the next call when one is over, and removes everything
-at the end. All other threads submit, wait and stop, and show the output on the thread that waits,
-where notebooks and tests expect it. Nothing stays: not after an error, an interrupt, or the death
-of the caller. Read ``parcels.py`` and ``background.py`` next.
+Each function is written to a file. The launcher runs in the background; its workers run
+``worker.py`` and write their answers to files, too. One thread follows the job: it reads the
+processes' output, collects the answers, orders the next call when one has finished, and removes
+everything at the end. All other threads submit, wait and stop. They show the output on the thread
+that waits, where notebooks and tests expect it. Nothing is left behind, even after an error, an
+interrupt or the death of the caller. Read ``parcels.py`` and ``background.py`` next.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ from kvstore.launch.run.parcels import WorkerAnswer
 from pslite.errors import ClosedError, DeadlineError
 
 LOOK_S = 1.0
-"""How often an announced answer is looked for that a shared file system does not show yet."""
+"""The interval for checking for an announced answer that a shared file system does not show yet."""
 
 PATIENCE_S = 2.0
-"""For the other workers' answers after one has raised, in a cluster that shall go on."""
+"""The wait for the other workers' answers after one has raised an error, in a continuing cluster.
+"""
 
 VERDICT_S = 15.0
-"""For the launcher to name who was lost; it waits for the others a while itself."""
+"""The wait for the launcher to name the lost process; it waits for the other processes first."""
 
 END_S = 75.0
-"""For processes to end by themselves after the last answer: longer than a worker waits for servers
-that accept nothing of what it has pushed (PS_CLOSE_TIMEOUT)."""
+"""The wait for processes to end by themselves after the last answer. It is longer than a worker
+waits for servers that do not accept its pushes (PS_CLOSE_TIMEOUT)."""
 
 LAST_LINES_S = 1.0
-"""For the last lines of a call, after its answers."""
+"""The wait for the last lines of a call, after its answers."""
 
 MOST_LINES = 20_000
-"""At most this many lines are kept until a thread shows them; then the oldest go."""
+"""At most this many lines are kept until a thread shows them; then the oldest are dropped."""
 
 _STOP_S = 20.0
 _KILL_S = 5.0
@@ -61,10 +62,10 @@ _KILL_S = 5.0
 
 @dataclass(eq=False)
 class JobCall:
-    """One call: answers by rank, and its end. The job's lock guards it.
+    """One call: its answers by rank, and its end. The job's lock guards it.
 
-    The ``error`` of one that has failed is made by ``why`` when it is first asked for, on that
-    thread: to unpickle an exception may import modules.
+    ``why`` makes the ``error`` of a failed call when it is first requested, and on that thread:
+    unpickling an exception may import modules.
     """
 
     number: int
@@ -77,7 +78,7 @@ class JobCall:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether an answer that has come is not a value."""
+        """Return whether any answer so far is not a value."""
         return any(answer.failed for answer in self.answers.values())
 
     def end(self, why: Callable[[], Exception] | None = None) -> None:
@@ -88,34 +89,34 @@ class JobCall:
 class RunningJob:
     """A job and its calls; end it with :meth:`end`. Any thread may call.
 
-    ``mode`` is that of ``worker.py``: ``once`` makes only the first call, whose function is
-    ``body``. Raises a ``UsageError`` before anything is started.
+    ``mode`` is that of ``worker.py``; with ``once``, only the first call is made. ``body`` is the
+    function of the first call. Raises a ``UsageError`` before anything is started.
     """
 
     def __init__(self, options: JobOptions, mode: str, body: bytes) -> None:
         self._workers = options.workers
-        #: How the launcher has ended; None while it runs.
+        #: The end of the launcher; None while it runs.
         self.ending: LauncherExit | None = None
         self._mode = mode
-        # Guards all below, and the calls.
+        # Guards all attributes below, and the calls.
         self._changed = threading.Condition()
         self._lines: deque[Line] = deque(maxlen=MOST_LINES)
         self._showing = threading.Lock()
         self._numbers = count()
         self._calls: deque[JobCall] = deque()
         self._orders: list[int] = []
-        #: Why no further call can be made: in words, or the call that has failed.
+        #: Why no further call can be made: a text, or the failed call.
         self._closed_by: str | JobCall = ""
         here = None if options.launcher == "local" else os.getcwd()
         self._directory = parcels.make_directory(options.share_dir or here)
         try:
             arguments = checked_command(options, self._directory, mode)
-            #: The workers make it unasked.
+            #: The first call, which workers make without an order.
             self.first = self.submit(body)
             for rank in range(self._workers) if mode == "serve" else ():
                 path = parcels.orders_path(self._directory, rank)
                 os.mkfifo(path, 0o600)
-                # For reading, too: so it can be opened before the worker is there.
+                # Opened for reading, too, so that it can be opened before the worker has started.
                 self._orders.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
             self._launcher = BackgroundLauncher(arguments, options.env, self._directory)
         except BaseException:
@@ -128,7 +129,7 @@ class RunningJob:
     # -- calls -------------------------------------------------------------------------
 
     def submit(self, body: bytes) -> JobCall:
-        """Have a packed function called after the calls before it."""
+        """Call a packed function after the earlier calls; return its call."""
         with self._changed:
             if not self._closed_by:
                 call = JobCall(next(self._numbers))
@@ -145,7 +146,7 @@ class RunningJob:
     def result(self, call: JobCall, timeout_s: float) -> list[Any]:
         """Return the results by rank. Raises the call's error, or ``DeadlineError``.
 
-        Shows what the processes write meanwhile.
+        Shows the processes' output meanwhile.
         """
         self._wait(lambda: call.is_done, timeout_s, call)
         if call is self._closed_by:
@@ -155,14 +156,14 @@ class RunningJob:
         return [parcels.value_of(rank, call.answers[rank]) for rank in range(self._workers)]
 
     def error_of(self, call: JobCall) -> Exception | None:
-        """Return the error of a call that is done."""
+        """Return the error of a finished call, or None."""
         if call.error is None and call.why is not None:
             call.error = call.why()
         return call.error
 
     @property
     def why_closed(self) -> str:
-        """Why no further call can be made; empty while it can."""
+        """Why no further call can be made, or "" if calls are possible."""
         why = self._closed_by
         return why if isinstance(why, str) else f"a call failed: {self.error_of(why)}"
 
@@ -173,7 +174,7 @@ class RunningJob:
     # -- the end -----------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
-        """Wait for all calls; then none can follow. Raises ``DeadlineError``."""
+        """Wait for all calls, and refuse later ones. Raises ``DeadlineError``."""
 
         def is_idle() -> bool:
             if not self._calls:
@@ -183,9 +184,9 @@ class RunningJob:
         self._wait(is_idle, timeout_s)
 
     def finish(self) -> None:
-        """Let all processes end after the last answer; show what they write.
+        """Let all processes end after the last answer; show their output.
 
-        Those that do not are ended after :data:`END_S`.
+        Processes that still run after :data:`END_S` are ended.
         """
         with self._changed:
             self._order(parcels.END)
@@ -200,7 +201,7 @@ class RunningJob:
         self.end()
 
     def refuse(self, why: str) -> None:
-        """End all processes; calls that are not over fail, and so will any further one."""
+        """End all processes; unfinished and later calls fail."""
         with self._changed:
             self._closed_by = self._closed_by or why
             self._refuse_calls()
@@ -208,11 +209,11 @@ class RunningJob:
         self.end()
 
     def end(self) -> None:
-        """End whatever runs; when this returns, nothing of the job is left. Idempotent.
+        """End all processes and remove all files of the job. May be called again.
 
-        Garbage may be collected on any thread, on the one that follows the job, too: that cannot
-        wait for itself, and does the rest later. An interrupt meanwhile kills the launcher; then
-        its guardian ends the job.
+        Garbage collection may call this on any thread, even on the one that follows the job. That
+        thread cannot wait for itself, and finishes the work later. After an interrupt of this call,
+        the launcher is killed, and its guardian ends the job.
         """
         try:
             self._stop()
@@ -228,7 +229,7 @@ class RunningJob:
         self._show_lines()
 
     def _stop(self) -> None:
-        """Have the launcher end the job, at once and without words."""
+        """Tell the launcher to end the job at once, without messages."""
         if self.ending is None:
             self._launcher.output.is_ending = True
             self._launcher.signal(signal.SIGTERM)
@@ -238,9 +239,9 @@ class RunningJob:
     def _wait(
         self, is_over: Callable[[], bool], timeout_s: float, call: JobCall | None = None
     ) -> None:
-        """Show what is written until ``is_over``, which is asked under the lock.
+        """Show the output until ``is_over``, which is called under the lock.
 
-        Raises ``DeadlineError``, about ``call`` where that is awaited.
+        Raises ``DeadlineError``, about ``call`` if one is awaited.
         """
         until_s = time.monotonic() + timeout_s
         while True:
@@ -269,7 +270,7 @@ class RunningJob:
         return f"{names} had not returned"
 
     def _show_lines(self) -> None:
-        """Show lines, one thread at a time, so that they stay in their order."""
+        """Show lines, one thread at a time, so that they stay in order."""
         with self._showing:
             with self._changed:
                 lines = list(self._lines)
@@ -329,11 +330,12 @@ class RunningJob:
         return is_hidden
 
     def _over_at_s(self, call: JobCall) -> float:
-        """Return when a call's deadline is, as known now, on the monotonic clock."""
+        """Return when to end a call, as known now, on the monotonic clock."""
         output = self._launcher.output
         failures = [answer for answer in call.answers.values() if answer.failed]
         has_all = len(call.answers) == self._workers
-        # Workers that serve go on without the scheduler: the launcher has no verdict to give.
+        # Workers that serve continue without the scheduler, so the launcher will name no first
+        # failure.
         is_known = self._mode == "serve" and output.is_without_scheduler
         if not failures and not has_all:
             return math.inf
@@ -345,7 +347,7 @@ class RunningJob:
 
     def _settle(self, call: JobCall) -> None:
         """Handle the end of the first call: order the next, or end the job."""
-        waits = len(call.answers) < self._workers  # for each other
+        waits = len(call.answers) < self._workers  # the others wait for a failed worker
         lost = any(answer.blames_another for answer in call.answers.values())
         call.end(partial(first_cause, call.answers, None) if call.has_failed else None)
         self._calls.popleft()
@@ -360,7 +362,7 @@ class RunningJob:
             self._order(str(self._calls[0].number))
 
     def _conclude(self, status: int) -> None:
-        """Handle the launcher's end: take its output, end the calls, clean up."""
+        """Handle the launcher's end: read its report, end the calls, clean up."""
         output = self._launcher.output
         report = output.report(without=str(self._directory))
         self.ending = LauncherExit(status, report, output.said)
@@ -376,7 +378,7 @@ class RunningJob:
     # -- parts -------------------------------------------------------------------------
 
     def _fail(self, call: JobCall) -> None:
-        """Handle the launcher's end before all workers had answered."""
+        """Handle a call for which the launcher ended before all workers had answered."""
         call.end(partial(first_cause, call.answers, self.ending))
         self._closed_by = call
         self._refuse_calls()

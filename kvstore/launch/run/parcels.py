@@ -1,10 +1,10 @@
 """The files that ``kvstore.run`` and its workers exchange, in a private directory.
 
-The only place of the project that unpickles. What it reads was written by the same user: the
-directory has mode 0700, and owner and mode are looked at before anything is read; nothing here
-ever came over the network as a message. A parcel is one line of JSON, then bytes of pickle; it is
-written under another name and renamed, so it is there whole or not at all. Used by the caller
-(``job.py``) and by the workers (``worker.py``). Any thread may call.
+Only this module of the project unpickles. It reads only files of the same user: the directory has
+mode 0700, owner and mode are checked before reading, and nothing here came over the network as a
+message. A parcel is one line of JSON, followed by bytes of pickle. It is written under another name
+and then renamed, so it is always complete. Used by the caller (``job.py``) and by the workers
+(``worker.py``). Any thread may call.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from kvstore.errors import (
 from pslite.errors import UsageError
 
 END = "end"
-"""The order after which no call follows."""
+"""The order that tells workers to end."""
 
 MARK = "\x1fkvstore call "
-"""Begins what a worker writes on both of its streams when it has left its answer to a call: the
-caller hears of answers by it, and that all lines of the call have come."""
+"""The start of the line that a worker writes on both of its streams when it has written its answer
+to a call. It tells the caller that the answer and all lines of the call are there."""
 
 _PROTOCOL = 5
 
@@ -50,10 +50,10 @@ class NotReadable(Exception):
 class WorkerAnswer:
     """The answer of one worker to one call.
 
-    ``kind`` is ``value`` or ``error``, whose pickle is the ``body`` (empty for an error that does
-    not survive the journey), or ``refusal``, where ``text`` says what stood in the way. ``text``
-    of an error is its traceback, ``type`` the name of its class; ``at_s`` is the time of day;
-    ``blames_another`` says that the worker has it because another process is lost.
+    ``kind`` is ``value``, ``error`` or ``refusal``. ``body`` is the pickle of the value or error,
+    or empty if the error cannot be pickled. ``text`` is the traceback of an error, or the reason of
+    a refusal. ``type`` is the name of the error's class, and ``at_s`` the time of day.
+    ``blames_another`` is true if the worker failed because another process is lost.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class WorkerAnswer:
 
 
 def make_directory(parent: str | None) -> Path:
-    """Make a new directory of mode 0700 below ``parent`` (None: the temporary one).
+    """Create a directory of mode 0700 in ``parent``; None: the temporary directory.
 
     The caller owns and removes it. Raises ``ArgumentValueError``.
     """
@@ -86,7 +86,7 @@ def make_directory(parent: str | None) -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """Raise :class:`NotReadable` unless the directory is this user's alone."""
+    """Raise :class:`NotReadable` unless only this user can access the directory."""
     try:
         found = os.lstat(directory)
     except OSError as error:
@@ -111,12 +111,12 @@ def call_path(directory: Path, call: int) -> Path:
 
 
 def answer_path(directory: Path, call: int, rank: int) -> Path:
-    """Return where the worker ``rank`` leaves what it returned or raised."""
+    """Return the path of the answer of worker ``rank``."""
     return directory / f"answer-{call}-{rank}"
 
 
 def orders_path(directory: Path, rank: int) -> Path:
-    """Return the pipe by which a ``LocalCluster`` sends call numbers to a worker."""
+    """Return the path of the pipe for sending call numbers to a worker."""
     return directory / f"orders-{rank}"
 
 
@@ -124,7 +124,7 @@ def orders_path(directory: Path, rank: int) -> Path:
 
 
 def write(path: Path, header: Mapping[str, Any], body: bytes = b"") -> None:
-    """Leave a parcel at ``path``, readable by its user only. Raises OSError."""
+    """Write a parcel to ``path``, readable by this user only. Raises OSError."""
     own = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -140,7 +140,7 @@ def write(path: Path, header: Mapping[str, Any], body: bytes = b"") -> None:
 def read(path: Path) -> tuple[dict[str, Any], bytes]:
     """Return header and body of a parcel; unpickle the body with :func:`load`.
 
-    Raises :class:`NotReadable`, also where it is another user's, and OSError.
+    Raises OSError, and :class:`NotReadable`, also if it belongs to another user.
     """
     check_directory(path.parent)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -152,7 +152,7 @@ def read(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def write_call(directory: Path, call: int, body: bytes) -> None:
-    """Write a packed function where workers find it. Raises ``UsageError``."""
+    """Write a packed function to the directory. Raises ``UsageError``."""
     header = {
         "python": python_version(),
         "by_value": b"cloudpickle" in body,
@@ -168,12 +168,12 @@ def write_call(directory: Path, call: int, body: bytes) -> None:
 
 
 def python_version() -> list[int]:
-    """Return this Python's version; functions by value need the same one."""
+    """Return this Python's version; functions pickled by value need the same one."""
     return list(sys.version_info[:2])
 
 
 def own_path(path: Sequence[str], here: str) -> list[str]:
-    """Return the caller's own module directories; workers have the others."""
+    """Return the caller's own module directories, without those of libraries."""
     library = os.path.realpath(sysconfig.get_path("stdlib"))
 
     def is_library(entry: str) -> bool:
@@ -199,7 +199,7 @@ def read_answer(path: Path) -> WorkerAnswer:
 
 
 def remove(directory: Path, call: int, workers: int) -> None:
-    """Free the room that a call and its answers took."""
+    """Remove the files of a call and its answers."""
     call_path(directory, call).unlink(missing_ok=True)
     for rank in range(workers):
         answer_path(directory, call, rank).unlink(missing_ok=True)
@@ -211,8 +211,8 @@ def remove(directory: Path, call: int, workers: int) -> None:
 def dump(value: object, what: str) -> bytes:
     """Pickle ``value`` for :func:`load`; ``what`` names it in errors.
 
-    With cloudpickle also lambdas, closures and what ``__main__`` or a notebook defines. Raises
-    ``MissingDependencyError`` where that would help, else ``ArgumentTypeError``.
+    With cloudpickle, it may be a lambda, a closure, or defined in ``__main__`` or a notebook.
+    Raises ``MissingDependencyError`` if cloudpickle would help, else ``ArgumentTypeError``.
     """
     try:
         import cloudpickle
@@ -235,17 +235,17 @@ def dump(value: object, what: str) -> bytes:
 
 
 def load(body: bytes) -> Any:
-    """Unpickle the output of :func:`dump`. Raises what its classes raise.
+    """Unpickle the output of :func:`dump`. Raises the errors of the value's classes.
 
-    ``body`` must be that of a parcel which :func:`read` has returned.
+    ``body`` must come from a parcel that :func:`read` has returned.
     """
     return pickle.loads(body)
 
 
 class _PlainPickler(pickle.Pickler):
-    """A pickler that refuses what the other process cannot find.
+    """A pickler that refuses functions and classes of ``__main__``.
 
-    Its ``__main__`` is another file.
+    The other process cannot find them, since its ``__main__`` is another file.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -266,7 +266,7 @@ def _needs_cloudpickle(what: str, why: str) -> MissingDependencyError:
 
 
 def value_of(rank: int, answer: WorkerAnswer) -> Any:
-    """Return the worker's result. Raises ``WorkerFailed`` if unreadable."""
+    """Return the worker's result. Raises ``WorkerFailed`` if it is unreadable."""
     try:
         return load(answer.body)
     except Exception as error:  # whatever the classes in it raise
@@ -292,7 +292,7 @@ def error_of(rank: int, failures: Mapping[int, WorkerAnswer]) -> Exception:
     )
     try:
         raised = load(answer.body) if answer.body else None
-    except Exception:  # its module is not here: the text must do
+    except Exception:  # its module is not here: use the text
         return told
     if not isinstance(raised, Exception):
         return told

@@ -1,10 +1,10 @@
 """A worker of ``kvstore.run``: ``python -m kvstore.launch.run.worker``.
 
-Its arguments are the directory of the parcels and how long it serves: ``once`` for call 0, then
-it ends as any script does; ``serve`` also for the calls whose numbers come by its pipe, until the
-caller says that none follows. It joins the job before the first function runs, so that no timeout
-runs out while a function computes or a notebook thinks. What a function raises goes back to the
-caller. Runs on the main thread. Read ``parcels.py`` first; the other side is ``job.py``.
+Its arguments are the directory of the parcels and a mode: with ``once``, it makes call 0 and then
+ends like any script; with ``serve``, it also makes the calls whose numbers arrive through its pipe,
+until the caller tells it to end. It joins the job before the first function runs, so that no
+timeout passes while a function computes or a notebook is idle. An error of a function is sent to
+the caller. Runs on the main thread. Read ``parcels.py`` first; the other side is ``job.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pslite.errors import NodeLostError, PSError, UsageError
 
 EXIT_FAILED = 1
 TO_BE_ENDED_S = 10.0
-"""For the caller to end the job after an error of this worker's own, before the other nodes notice
-that it is gone, and say so."""
+"""The wait for the caller to end the job after an error of this worker, before the other nodes
+notice the loss and report it."""
 
 _LONGEST_CHAIN = 20
 
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         answer = make_call(directory, call)
         if mode == "once" and not answer.failed:
             try:
-                worker_node().close()  # what it has pushed is applied, or that is the answer
+                worker_node().close()  # wait until its pushes are applied; an error is the answer
             except Exception as error:
                 answer = error_answer(error)
         for stream in (sys.stdout, sys.stderr):
@@ -54,10 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
                 stream.flush()
         parcels.write_answer(parcels.answer_path(directory, call, rank), answer)
         _announce(call, streams)
-        if answer.failed and (mode == "once" or call == 0):  # it has not joined
+        if answer.failed and (mode == "once" or call == 0):  # not joined after a failed call 0
             if not answer.blames_another:
                 time.sleep(TO_BE_ENDED_S)
-            # Without a goodbye, as after any uncaught exception.
+            # End without a goodbye, as after any uncaught exception.
             sys.last_value = RuntimeError("a call has failed")
             return EXIT_FAILED
         if mode == "once":
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _calls(directory: Path, rank: int) -> Iterator[int]:
-    """Yield the numbers of the calls; the first is known from the start."""
+    """Yield the numbers of the calls; call 0 needs no order."""
     yield 0
     with open(parcels.orders_path(directory, rank), encoding="ascii") as pipe:
         for line in pipe:
@@ -77,7 +77,7 @@ def _calls(directory: Path, rank: int) -> Iterator[int]:
 
 def make_call(directory: Path, call: int) -> WorkerAnswer:
     """Load and run the function of a call; return its result or error."""
-    # Loading comes first: imports may take longer than the others wait for this node.
+    # Load before joining: imports may take longer than the other nodes wait for this one.
     try:
         function, args, kwargs = _load(parcels.call_path(directory, call))
     except parcels.NotReadable as error:
@@ -89,7 +89,7 @@ def make_call(directory: Path, call: int) -> WorkerAnswer:
         return error_answer(error)
     try:
         worker_node()
-    except PSError as error:  # another process has more to say about the cause
+    except PSError as error:  # another process knows more about the cause
         return error_answer(error, blames_another=True)
     try:
         result = function(*args, **kwargs)
@@ -106,7 +106,7 @@ def make_call(directory: Path, call: int) -> WorkerAnswer:
 
 
 def _load(path: Path) -> Any:
-    """Return the function of a call, its arguments, and those by name."""
+    """Return a call's function, positional arguments and keyword arguments."""
     header, body = parcels.read(path)
     own, theirs = (".".join(map(str, one)) for one in (python_version(), header["python"]))
     if header["by_value"] and own != theirs:
@@ -114,7 +114,7 @@ def _load(path: Path) -> Any:
             f"this worker has Python {own}, but the caller has {theirs}; functions of a notebook "
             f"need the same version: pass python= with a Python {theirs} of this host"
         )
-    # What the caller could import is importable here, its own modules before libraries.
+    # Modules of the caller can be imported here; its own come before libraries.
     new = [one for one in header["path"] if one not in sys.path and os.path.exists(one)]
     sys.path[:0] = new
     return parcels.load(body)
@@ -131,7 +131,7 @@ def error_answer(error: BaseException, *, blames_another: bool = False) -> Worke
         try:
             body = parcels.dump(error, "the exception")
             parcels.load(body)
-        except Exception:  # an exception of the user's may refuse in any way
+        except Exception:  # a user's exception may fail in any way
             body = b""
     return WorkerAnswer(
         "error",
@@ -144,7 +144,7 @@ def error_answer(error: BaseException, *, blames_another: bool = False) -> Worke
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback from the function on, without the lines of this file."""
+    """Return the traceback without the first frames, which are of this file."""
     own = os.path.abspath(__file__)
     found = error.__traceback__
     while found is not None and os.path.abspath(found.tb_frame.f_code.co_filename) == own:

@@ -1,8 +1,8 @@
-"""Asks and tells a cluster, through the Python client ``kubernetes``.
+"""Calls to a Kubernetes cluster, through the Python client ``kubernetes``.
 
-The one file that imports the client, and only when a cluster is wanted: the import takes a while,
-and writing manifests needs none. Context and namespace are looked up once, so switching them
-elsewhere while a job runs does not affect it. Answers are parsed JSON with the names of the
+Only this file imports the client, and only when it calls a cluster: the import takes a while, and
+writing manifests does not need it. Context and namespace are read once, so a later change of the
+configuration does not affect a running job. Answers are parsed JSON with the names of the
 Kubernetes API reference, because the client's own classes differ from version to version. Any
 thread may call. Used by ``run.py``, ``follow.py`` and ``kvstore/status.py``.
 """
@@ -22,17 +22,17 @@ from kvstore.launch.backends.kubernetes.manifest import ROLE_LABEL
 from kvstore.launch.options import LaunchError
 
 KINDS = ("job", "service", "secret")
-"""Of what the launcher makes; pods go with their Jobs."""
+"""The kinds of objects that the launcher creates; pods are deleted with their Jobs."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CALL_S = 15.0
-# A log that is silent for so long is asked for again: its connection may be lost.
+# A log that is silent for this time is requested again: its connection may be lost.
 _QUIET_LOG_S = 300.0
-# Each log has one; of those above this number urllib3 writes a warning when they end.
+# The most connections, one for each log; urllib3 warns when one above this number ends.
 _MOST_CONNECTIONS = 1000
 
 
 class ClusterError(Exception):
-    """The cluster refused a call, with an HTTP ``status``, or did not answer: None."""
+    """The cluster refused a call with an HTTP ``status``, or did not answer (None)."""
 
     def __init__(self, sentence: str, status: int | None = None) -> None:
         super().__init__(sentence)
@@ -42,10 +42,10 @@ class ClusterError(Exception):
 
 
 def connect(namespace: str | None, context: str | None = None) -> KubeCluster:
-    """Read the configuration and stay with its present context, or with ``context``.
+    """Return the cluster of the configuration's current context, or of ``context``.
 
-    Within a pod without a configuration the account of the pod is used. Raises
-    :class:`LaunchError` when the client is not installed or names no cluster.
+    In a pod without a configuration, the pod's account is used. Raises :class:`LaunchError` if the
+    client is not installed or no cluster is configured.
     """
     try:
         import yaml
@@ -69,7 +69,7 @@ def connect(namespace: str | None, context: str | None = None) -> KubeCluster:
             namespace = namespace or _NAMESPACE_FILE.read_text()
         except (config.ConfigException, OSError):
             raise LaunchError(f"found no cluster to use: {error}", exit_code=1) from error
-    settings.retries = False  # each caller has its own way to try again
+    settings.retries = False  # each caller retries in its own way
     settings.connection_pool_maxsize = _MOST_CONNECTIONS
     return KubeCluster(client.ApiClient(settings), namespace or "default", context)
 
@@ -82,7 +82,7 @@ def delete_job(context: str | None, namespace: str, selector: str) -> None:
 class KubeCluster:
     """One namespace of a cluster. Calls raise :class:`ClusterError`.
 
-    ``context`` is the name of what the configuration calls so; None within a pod.
+    ``context`` is the name of the configuration's context, or None in a pod.
     """
 
     def __init__(self, api_client: Any, namespace: str, context: str | None) -> None:
@@ -94,25 +94,25 @@ class KubeCluster:
         self._apis = [kind(api_client) for kind in kinds]
 
     def kubectl(self, *words: str) -> str:
-        """Return the command by which the user can do the same, as text."""
+        """Return the kubectl command for ``words`` in this namespace, as text."""
         where = [f"--context={self.context}"] if self.context is not None else []
         return shlex.join(["kubectl", *where, f"--namespace={self.namespace}", *words])
 
     def objects(self, kind: str, **filters: str) -> list[dict[str, Any]]:
-        """Return those of a kind, such as ``pod``; ``filters`` as the client names them."""
+        """Return the objects of a kind, such as ``pod``; ``filters`` are the client's."""
         answer = self._json(f"list_namespaced_{kind}", self.namespace, **filters)
         return list(answer.get("items") or ())
 
     def log(self, pod: str, container: str) -> LogStream:
-        """Follow a log from its beginning to its end: lines with their times."""
+        """Follow a log from its beginning to its end; its lines have timestamps."""
         options = {"container": container, "follow": True, "timestamps": True}
         return LogStream(self._call("read_namespaced_pod_log", pod, self.namespace, **options))
 
     def create(self, manifest: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """Make an object; return its uid, and what the cluster warns of."""
+        """Create an object; return its uid and the cluster's warnings."""
         name = f"create_namespaced_{manifest['kind'].lower()}"
         response = self._call(name, self.namespace, manifest)
-        # As in: 299 - "text"
+        # The form of a warning: 299 - "text"
         quoted = [text.partition('"')[2][:-1] for text in response.headers.getlist("Warning")]
         warnings = [text.replace('\\"', '"') for text in quoted]
         return str(json.loads(response.data)["metadata"]["uid"]), warnings
@@ -120,7 +120,7 @@ class KubeCluster:
     def delete(
         self, selector: str, kinds: Sequence[str] = KINDS, grace_s: int | None = None
     ) -> None:
-        """Delete everything of these kinds that carries the label ``selector``."""
+        """Delete all objects of these kinds that have the label ``selector``."""
         options: dict[str, Any] = {"propagation_policy": "Background"}
         if grace_s is not None:
             options["grace_period_seconds"] = grace_s
@@ -134,15 +134,15 @@ class KubeCluster:
                         raise
 
     def version(self) -> str:
-        """Return the version, as in ``v1.31.2``."""
+        """Return the cluster's version, such as ``v1.31.2``."""
         return str(self._json("get_code")["gitVersion"])
 
     def look_up_namespace(self) -> None:
-        """Raise :class:`ClusterError` when it does not exist or may not be looked up."""
+        """Raise :class:`ClusterError` if the namespace is missing or may not be looked up."""
         self._call("read_namespace", self.namespace)
 
     def allows(self, verb: str, resource: str) -> bool:
-        """Return whether the user may do this; ``resource`` as in ``jobs.batch``."""
+        """Return whether the user may do this; ``resource`` is such as ``jobs.batch``."""
         name, _, subresource = resource.partition("/")
         name, _, group = name.partition(".")
         wanted = {"verb": verb, "group": group, "resource": name, "subresource": subresource}
@@ -155,7 +155,10 @@ class KubeCluster:
         return bool(answer["status"]["allowed"])
 
     def scheduler_pod(self, name: str | None) -> str:
-        """Return the pod of the only job, or of job ``name``. Raises :class:`LaunchError`."""
+        """Return the scheduler's pod of job ``name``, or of the only job if None.
+
+        Raises :class:`LaunchError`.
+        """
         chosen = f"{ROLE_LABEL}=scheduler"
         try:
             pods = self.objects("pod", label_selector=chosen, field_selector="status.phase=Running")
@@ -177,7 +180,7 @@ class KubeCluster:
         )
 
     def run_in(self, pod: str, command: Sequence[str]) -> int:
-        """Run a command in a pod, with its output to ours, and return its exit code."""
+        """Run a command in a pod, pass its output on, and return its exit code."""
         from kubernetes.stream import stream
 
         method = self._method("connect_get_namespaced_pod_exec")
@@ -191,7 +194,7 @@ class KubeCluster:
                 for channel, output in ((1, sys.stdout), (2, sys.stderr)):
                     output.write(session.read_channel(channel))
                     output.flush()
-            session.sock.shutdown()  # its close() does nothing once the other end has closed
+            session.sock.shutdown()  # close() does nothing after the other end has closed
             return int(session.returncode)
 
     def _method(self, name: str) -> Any:
@@ -203,18 +206,18 @@ class KubeCluster:
             return json.loads(response.data)
 
     def _call(self, name: str, *arguments: Any, **more: Any) -> Any:
-        """Call a method of the client; return the response, whose body has not been read."""
+        """Call a method of the client; return the response with its body unread."""
         more |= {"_preload_content": False, "_request_timeout": (_CALL_S, _CALL_S)}
         with _errors():
             return self._method(name)(*arguments, **more)
 
 
 class LogStream:
-    """A log that is followed: the pieces of a response. Any thread may close it."""
+    """A log that is followed, in pieces. Any thread may close it."""
 
     def __init__(self, response: Any) -> None:
         self._response = response
-        with suppress(AttributeError):  # no socket is known where the server is to hang up
+        with suppress(AttributeError):  # the socket is unknown if the server will close it
             response.connection.sock.settimeout(_QUIET_LOG_S)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -222,14 +225,14 @@ class LogStream:
             yield from self._response.stream(64 * 1024, decode_content=False)
 
     def close(self) -> None:
-        """Have the thread that reads it find its end."""
-        with suppress(AttributeError, OSError):  # it has come to its end
+        """End the log for the thread that reads it."""
+        with suppress(AttributeError, OSError):  # the log has ended
             self._response.connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Turn the client's errors within the block into :class:`ClusterError`."""
+    """Turn the client's errors in the block into :class:`ClusterError`."""
     from kubernetes.client import ApiException
     from kubernetes.config import ConfigException
     from urllib3.exceptions import HTTPError
@@ -238,7 +241,7 @@ def _errors() -> Iterator[None]:
         yield
     except ApiException as error:
         sentence = error.reason
-        with suppress(ValueError, KeyError, TypeError):  # it says no more
+        with suppress(ValueError, KeyError, TypeError):  # the error has no further text
             sentence = f"{error.reason}: {json.loads(error.body or '')['message']}"
         raise ClusterError(sentence, error.status) from error
     except (HTTPError, ConfigException, OSError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""Follows the pods of a job: what they print, how they end, why they do not start.
+"""Follow the pods of a job: their output, their ends, and why they do not start.
 
-:class:`JobPlace` is where the supervisor (``launch/job/supervisor.py``) has the processes of a
-job on Kubernetes. Threads wait for the cluster: one looks at the pods, again and again, and
-deletes them, and one reads the log of each pod. What they find reaches the main thread as events.
-Pods are ended by deleting the job's Jobs, never otherwise. A cluster that does not answer is asked
-again, for a long time: a job is not ended because it cannot be seen. Read ``pods.py`` first.
+:class:`JobPlace` is the place of a Kubernetes job's processes, for the supervisor
+(``launch/job/supervisor.py``). Threads wait for the cluster: one polls the pods and deletes them,
+and one for each pod reads its log. Their results reach the main thread as events. Pods are ended
+only by deleting the job's Jobs. If the cluster does not answer, calls are repeated for a long time:
+a job is not ended only because it cannot be seen. Read ``pods.py`` first.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 
 EVERYTHING = "jobs,pods,services,secrets"
-_JOINED_LINE = b"all have joined"  # what a scheduler says whose PS_JOINED_FD is its output
+_JOINED_LINE = b"all have joined"  # printed by a scheduler whose PS_JOINED_FD is its output
 _RETRY_S = 2.0
-# After the container's end: a log that cannot be read so often is gone.
+# After the container's end, a log that fails this many times is lost.
 _LAST_TRIES = 5
-_TIME = re.compile(rb"\d{4}-\d\d-\d\dT\S{9,}\Z")  # as in 2026-01-31T23:59:59.123456789Z
+_TIME = re.compile(rb"\d{4}-\d\d-\d\dT\S{9,}\Z")  # such as 2026-01-31T23:59:59.123456789Z
 
 
 class PodLog:
     """The log of one pod, which a thread reads to its end.
 
-    A call that follows a log ends whenever somebody on the way hangs up, and may then have missed
-    lines. So lines are asked for with their times, a new call reads from the beginning and drops
-    what is known, and the log is whole only when a call that began after the end of the container
-    has ended well. Standard output and error of a container are one stream there.
+    A call that follows a log ends whenever a program on the way closes the connection, and may then
+    have missed lines. So lines are requested with their times, and a new call reads from the
+    beginning and drops the known lines. The log is complete only after a successful call that began
+    after the end of the container. Standard output and error of a container are one stream in this
+    log.
     """
 
     def __init__(self, ask: Callable[[], LogStream], pause_s: float) -> None:
@@ -66,7 +67,7 @@ class PodLog:
         self._is_closed = False
 
     def read(self, put: Callable[[list[bytes], str], None]) -> None:
-        """Read it to its end; ``put`` takes lines, and why they cannot be read."""
+        """Read the log to its end; ``put`` gets lines, and why the log is unreadable."""
         last, tries_left = b"", _LAST_TRIES
         while not self._is_closed and not self.is_whole:
             is_last, is_good, refusal = self.has_ended.is_set(), True, ""
@@ -78,16 +79,16 @@ class PodLog:
                     shown, last = untimed(lines, known, last)
                     put(shown, "")
             except ClusterError as error:
-                is_good = error.is_not_found  # there is no more of it
+                is_good = error.is_not_found  # the log has no more lines
                 refusal = str(error) if error.is_refusal else ""
             tries_left -= is_last and not is_good
             self.is_whole = is_last and (is_good or not tries_left)
-            # A program may have ended within a line.
+            # A program may have ended in the middle of a line.
             put(untimed([rest], known, last)[0] if self.is_whole and rest else [], refusal)
             self.has_ended.wait(self._pause_s) if not is_last else time.sleep(self._pause_s / 4)
 
     def close(self) -> None:
-        """Have the thread that reads it end soon."""
+        """Make the thread that reads the log end soon."""
         self._is_closed = True
         self.has_ended.set()
         if self._stream is not None:
@@ -95,7 +96,7 @@ class PodLog:
 
 
 def untimed(lines: Iterable[bytes], known: bytes, last: bytes) -> tuple[list[bytes], bytes]:
-    """Return lines without their times, those later than ``known``, and the last time."""
+    """Return the lines later than ``known`` without their times, and the last time."""
     shown = []
     for line in lines:
         time_text, _, text = line.partition(b" ")
@@ -110,9 +111,9 @@ def untimed(lines: Iterable[bytes], known: bytes, last: bytes) -> tuple[list[byt
 class JobPlace(Place):
     """The place of all processes of a job; closing it deletes the job.
 
-    It does not delete a job that it has lost sight of.
+    It does not delete a job after losing contact with the cluster.
 
-    ``shown_logs`` is the logs' place for the line that all have joined, None for no such line.
+    ``shown_logs`` is the logs' directory for the line that all have joined; None omits the line.
     """
 
     def __init__(
@@ -138,17 +139,18 @@ class JobPlace(Place):
         self._look_now = threading.Event()
 
     def create(self, documents: Sequence[Mapping[str, Any]]) -> None:
-        """Create everything. Raises :class:`LaunchError` with what the cluster says.
+        """Create all objects. Raises :class:`LaunchError` with the cluster's reason.
 
-        The scheduler's Job is first and owns Secret and Services, which vanish with it: Jobs are
-        removed some time after their end (``ttlSecondsAfterFinished``), other objects never are.
+        The scheduler's Job is created first and owns the Secret and Services, which are deleted
+        with it: Jobs are removed some time after their end (``ttlSecondsAfterFinished``), other
+        objects never.
         """
         jobs = [each for each in documents if each["kind"] == "Job"]
         owned = [each for each in documents if each["kind"] != "Job"]
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": self._job.job_name("scheduler")}
         warnings: list[str] = []
         try:
-            self._cluster.version()  # nothing is there yet when this fails
+            self._cluster.version()  # if this fails, nothing has been created
             self._is_created = True
             for each in (jobs[0], *owned, *jobs[1:]):
                 if each in owned:
@@ -157,10 +159,10 @@ class JobPlace(Place):
                 owner.setdefault("uid", uid)
                 warnings += said
         except ClusterError as error:
-            if "uid" not in owner and error.status is not None:  # the first was refused
+            if "uid" not in owner and error.status is not None:  # the first object was refused
                 self._is_created = False
             raise LaunchError(f"cannot create the job: {error}", exit_code=1) from error
-        for warning in dict.fromkeys(warnings):  # such as of a pod security standard
+        for warning in dict.fromkeys(warnings):  # such as about a pod security standard
             say(f"the cluster warns: {warning}")
 
     # -- the main thread: as the supervisor wants it ------------------------------------------
@@ -168,12 +170,12 @@ class JobPlace(Place):
     def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
         self._threads.start(self._look)
         shown = f"job {self._job.name}: {len(specs)} pods, label {self._job.selector}"
-        # That all have joined is heard late, or never where no log can be read: servers get their
-        # time to end in any case.
+        # The report that all have joined comes late, or never if no log can be read. So servers get
+        # their time to end in any case.
         return [Note(shown), Joined(is_certain=False)]
 
     def send_signal(self, number: int) -> None:
-        """Delete the Jobs at the first signal; at further ones end the pods at once."""
+        """Delete the Jobs at the first signal; at later signals, end the pods at once."""
         self._watch.is_ending = True
         self._signals += 1
         self._look_now.set()
@@ -192,7 +194,7 @@ class JobPlace(Place):
         return [*self._threads.take(now_s), Finished(0)], None
 
     def finish(self, leftover_s: float) -> list[Event]:
-        """Wait, for a limited time, for the end of the ended containers' logs."""
+        """Wait, for a limited time, for the ends of the logs."""
         self._finished_by_s = time.monotonic() + self._patience.last_output_s
         for log in self._logs.values():
             log.has_ended.set()
@@ -205,7 +207,7 @@ class JobPlace(Place):
             log.close()
 
     def close(self) -> None:
-        """Delete everything labelled with the job's id, and retry for a while."""
+        """Delete all objects with the job's label, and retry for a while."""
         self._threads.end()
         until_s = time.monotonic() + self._patience.delete_s
         with SignalPipe() as signals:
@@ -220,7 +222,7 @@ class JobPlace(Place):
                 select.select([signals.fd], [], [], _RETRY_S)
 
     def explained(self, ended: EndedProcess) -> EndedProcess:
-        """Add what is known of the process's pod and of its end."""
+        """Return the record with the facts on the process's pod and on its end."""
         index = ended.exit.index
         pod, ending = self._watch.pods.get(index), self._watch.endings.get(index)
         stopped = ended.exit.stopped or index in self._watch.ended_by_kubernetes
@@ -237,7 +239,7 @@ class JobPlace(Place):
     # -- other threads ------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Poll the Jobs and their pods until told to delete them."""
+        """Poll the Jobs and their pods until the place closes; delete them on request."""
         while not self._threads.is_over.is_set():
             self._delete()
             self._look_once()
@@ -245,7 +247,7 @@ class JobPlace(Place):
             self._look_now.clear()
 
     def _look_once(self) -> None:
-        """Look once. Raises :class:`LaunchError` if the job is lost or cannot start."""
+        """Poll once. Raises :class:`LaunchError` if the job is lost or cannot start."""
         found, ask, selector = self._watch, self._cluster.objects, self._job.selector
         warnings: Objects = ()
         try:
@@ -257,7 +259,7 @@ class JobPlace(Place):
             self._threads.tell(self._not_seen(str(error), time.monotonic()))
             return
         if found.is_starting:
-            with suppress(ClusterError):  # without them reasons are missing, and nothing else
+            with suppress(ClusterError):  # only reasons are missing then
                 warnings = ask("event", field_selector="type=Warning")
         self._threads.tell(found.saw(jobs, pods, warnings, time.monotonic()))
         for index, pod in found.pods.items():
@@ -299,7 +301,7 @@ class JobPlace(Place):
         self._threads.start(partial(log.read, put))
 
     def _complete(self) -> list[Event]:
-        """Return the line that all have joined; the last look may have been before that."""
+        """Return the line that all have joined, with the pods' current nodes."""
         if self._shown_logs is None:
             return []
         pods = dict(self._watch.pods)
@@ -311,36 +313,36 @@ class JobPlace(Place):
         return [Note(complete_line(self._specs, nodes, address, str(self._shown_logs)))]
 
     def _delete(self) -> None:
-        """Delete the Jobs, then hurry the pods; tried again at the next look."""
+        """Delete the Jobs, then hurry the pods; an error is retried at the next poll."""
         while self._deleted < self._signals:
             kinds, grace_s = (("pod",), 1) if self._deleted else (("job",), None)
             try:
                 self._cluster.delete(self._job.selector, kinds, grace_s)
             except ClusterError as error:
-                if self._watch.is_heard:  # else the looks have said so
+                if self._watch.is_heard:  # otherwise the polls have reported it
                     self._threads.tell([Note(f"cannot delete the job yet: {error}")])
                 return
             self._deleted += 1
 
 
 class _Threads:
-    """Threads that wait for the cluster, and what they have for the main thread.
+    """Threads that wait for the cluster, and their events for the main thread.
 
-    The client has parts in Rust: a call that is open when the interpreter ends would abort it, so
-    they are waited for.
+    Parts of the client are in Rust, and an open call would abort them at the interpreter's end. So
+    :meth:`end` waits for the threads.
     """
 
     def __init__(self, most: int) -> None:
         self.is_over = threading.Event()
-        """Set when they are to end."""
+        """Set when the threads must end."""
         self.may_read = threading.Event()
-        """Not set while the terminal is paused: then logs are not read on."""
+        """Cleared while the terminal is paused, so that no more logs are read."""
         self.woken_fd, self._wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._told: queue.SimpleQueue[Sequence[Event] | BaseException] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(most)
 
     def start(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread; what it raises, :meth:`take` raises."""
+        """Run ``work`` in a thread; :meth:`take` raises its error."""
         self._pool.submit(work).add_done_callback(self._done)
 
     def _done(self, work: Future[None]) -> None:
@@ -349,11 +351,11 @@ class _Threads:
 
     def tell(self, found: Sequence[Event] | BaseException) -> None:
         self._told.put(found)
-        with suppress(BlockingIOError):  # the main thread has been woken often enough
+        with suppress(BlockingIOError):  # the pipe is full, so the main thread will wake up
             os.write(self._wake_fd, b".")
 
     def take(self, now_s: float) -> list[Event]:
-        """Return what they have told."""
+        """Return the events of all threads; raise a thread's error."""
         with suppress(BlockingIOError):
             os.read(self.woken_fd, 4096)
         events: list[Event] = []

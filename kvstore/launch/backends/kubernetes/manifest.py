@@ -1,9 +1,9 @@
 """Make the manifests of a job: a Secret, two Services and three Jobs.
 
-Pure: options and facts in, manifests or their text out. Every object has the label ``kvstore-job``
-with the job's id, by which it is found and deleted, and which no other job has. The three Jobs are
-Indexed: a pod's index is its rank (Kubernetes API reference, ``batch/v1`` Job). Read next:
-``run.py``.
+This module is pure: it turns options and facts into manifests or their text. Every object has the
+label ``kvstore-job`` with the job's id, which finds and deletes the objects of this job only. The
+three Jobs are Indexed: a pod's index is its rank (Kubernetes API reference, ``batch/v1`` Job). Read
+next: ``run.py``.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ ROLE_LABEL = "kvstore-role"
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 RENDEZVOUS_NAME = "PS_RENDEZVOUS_TIMEOUT"
 DEFAULT_RENDEZVOUS_S = 600
-"""Pulling an image takes minutes, and the first pod waits for the last that has pulled it."""
-# Every pod has an address of its own: nothing else can hold these ports.
+"""The time in which all pods must start: pulling an image takes minutes, and the first pod waits
+for the last one."""
+# Every pod has an address of its own, so no other process can use these ports.
 SCHEDULER_PORT = 9091
 STORE_PORT = 29500
-"""Where worker 0 serves the store of a framework, such as PyTorch's; torchrun's default."""
+"""The port on worker 0 for a framework's store, such as PyTorch's; torchrun's default."""
 
 _KEY_NAME = "job.key"
 _SECRET_DIRECTORY = "/run/kvstore/secret"
 _KEY_DIRECTORY = "/run/kvstore/key"
 _USER_ID = 1000
-_LONGEST_JOBNAME = 36  # so that the longest name of a pod's host stays within 63 characters
+_LONGEST_JOBNAME = 36  # keeps the longest host name of a pod within 63 characters
 _JOBNAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?\Z")
 # Kubernetes accepts no other names of namespaces (RFC 1123 labels).
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")
 
-# User 1000 has no home and no name in most images; libraries look for both.
+# In most images, user 1000 has neither a home nor a name, but libraries need both.
 _OF_EVERY_POD = {"HOME": "/tmp", "USER": "kvstore", RENDEZVOUS_NAME: str(DEFAULT_RENDEZVOUS_S)}
-# Settings that are passed on from the launcher's environment, as those of a local job are, but for
-# those that speak of the launcher's machine.
+# Settings of the launcher's environment that are passed on, as for a local job, except those about
+# the launcher's machine.
 _SETTINGS = ("PS_", "KVSTORE_", "MXNET_KVSTORE_", "DMLC_PS_")
 _NOT_PASSED_ON = frozenset({"PS_JOB_KEY_FILE", "PS_MACHINE", *RESERVED_NAMES})
 _HOST_NAMES = ("DMLC_INTERFACE", "DMLC_NODE_HOST")
@@ -59,19 +60,19 @@ class KubeJob:
 
     @property
     def selector(self) -> str:
-        """Finds everything of this job, and nothing else."""
+        """The label that all objects of this job have, and no others."""
         return f"{JOB_LABEL}={self.job_id}"
 
     def job_name(self, role: str) -> str:
         return f"{self.name}-{role}"
 
     def worker_host(self, rank: int) -> str:
-        """Return the name of a worker's pod, which the Service of the workers makes known."""
+        """Return the host name of a worker's pod, defined by the workers' Service."""
         return f"{self.job_name('worker')}-{rank}.{self.job_name('worker')}"
 
 
 def kube_job(options: LaunchOptions, job_id: str, key: str, namespace: str | None) -> KubeJob:
-    """Choose names for a new job. Raises :class:`LaunchError` for unusable ones."""
+    """Choose names for a new job. Raises :class:`LaunchError` for invalid ones."""
     jobname = options.places.jobname or "kvstore"
     if not _JOBNAME.match(jobname) or len(jobname) > _LONGEST_JOBNAME:
         raise LaunchError(
@@ -91,8 +92,8 @@ def plan_pods(
 ) -> list[ProcessSpec]:
     """Return all processes in the usual order, with the variables known so far.
 
-    ``environ`` is the launcher's environment. Of a variable that has several sources a later one
-    wins: what every pod has, settings here, ``--env``, what the job says of itself. Raises
+    ``environ`` is the launcher's environment. If a variable has several sources, the last of these
+    wins: the values for every pod, the launcher's settings, ``--env``, the job's own values. Raises
     :class:`LaunchError` (exit code 2).
     """
     given = (*options.environment, *options.server_environment, *options.worker_environment)
@@ -101,7 +102,7 @@ def plan_pods(
             "PS_JOB_KEY_FILE cannot be set for pods: each job gets its own key; export "
             "PS_JOB_KEY_FILE where you call the launcher to use the key in that file"
         )
-    # The settings of a job around this one belong to it.
+    # Settings of an enclosing job are not passed on.
     here = [] if is_within_a_job(environ) else [n for n in environ if n.startswith(_SETTINGS)]
     passed_on = {*here, *options.forwarded_names} & environ.keys() - _NOT_PASSED_ON
     base = {**_OF_EVERY_POD, **{name: environ[name] for name in sorted(passed_on)}}
@@ -110,7 +111,8 @@ def plan_pods(
         checkout_root=None,
         host=job.job_name("scheduler"),
         port=SCHEDULER_PORT,
-        # Libraries count the processors of the whole node; what was asked for is all there is.
+        # Libraries would count the cores of the whole node, but a worker may use only those
+        # requested.
         cpu_count=(options.places.worker_cores or 0) * options.num_workers,
         key_file=f"{_KEY_DIRECTORY}/{_KEY_NAME}",
         joined_fd=1,
@@ -129,8 +131,8 @@ def manifests(
 ) -> list[dict[str, Any]]:
     """Return the Secret, the Services, and the Jobs of scheduler, servers and workers.
 
-    ``environ`` is the launcher's environment. Raises :class:`LaunchError` (exit code 2) when
-    something is missing or cannot be said to Kubernetes.
+    ``environ`` is the launcher's environment. Raises :class:`LaunchError` (exit code 2) if
+    something is missing or invalid for Kubernetes.
     """
     if options.places.image is None:
         raise LaunchError(
@@ -153,10 +155,10 @@ def manifests(
 
 
 def to_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
-    """Write all ``documents`` as JSON, which is YAML, each behind a line ``---``.
+    """Return all ``documents`` as JSON, which is YAML, each after a line ``---``.
 
-    YAML takes no half of a character and fewer unprintable ones than JSON, so these are written as
-    escapes. Raises UnicodeEncodeError for text that was made of bytes that are not UTF-8.
+    YAML does not allow surrogates, and allows fewer unprintable characters than JSON, so these are
+    written as escapes. Raises UnicodeEncodeError for text from bytes that are not UTF-8.
     """
     text = "".join(
         f"---\n{json.dumps(document, indent=2, ensure_ascii=False)}\n" for document in documents
@@ -189,14 +191,14 @@ def _labels(job: KubeJob, role: str) -> dict[str, str]:
 
 
 def _service(job: KubeJob, role: str, port: int) -> dict[str, Any]:
-    """Return a headless Service: names that lead to the pods of a role."""
+    """Return a headless Service, which gives a role's pods host names."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": _metadata(job, role, role),
         "spec": {
             "clusterIP": "None",
-            # The names are to lead to the pods from their start, whatever probes say.
+            # The names must work as soon as the pods start, whatever probes report.
             "publishNotReadyAddresses": True,
             "selector": {JOB_LABEL: job.job_id, ROLE_LABEL: role},
             "ports": [{"name": f"tcp-{role}", "port": port, "protocol": "TCP"}],
@@ -207,7 +209,7 @@ def _service(job: KubeJob, role: str, port: int) -> dict[str, Any]:
 def _indexed_job(
     job: KubeJob, spec: ProcessSpec, count: int, options: LaunchOptions
 ) -> dict[str, Any]:
-    """Return an indexed Job that never restarts a pod: it could not rejoin."""
+    """Return an indexed Job that never restarts a pod, since it could not rejoin."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -236,9 +238,9 @@ def _pod(job: KubeJob, spec: ProcessSpec, options: LaunchOptions) -> dict[str, A
     if spec.role == "worker":
         resources = _resources(places.worker_cores, places.worker_memory_mb)
         with_gpus = _resources(places.worker_cores, places.worker_memory_mb, places.worker_gpus)
-    # Makes the key a file that only its user can read, as nodes demand. Files of a Secret belong to
-    # root; with fsGroup, without which no other user could read them, the kubelet adds reading by
-    # the group to any mode (kubernetes issue 57923).
+    # Copies the key into a file that only its user can read, as nodes require. Files of a Secret
+    # belong to root. With fsGroup, without which no other user could read them, the kubelet makes
+    # them readable for the group, whatever their mode (kubernetes issue 57923).
     copy = f"umask 0277 && cat {_SECRET_DIRECTORY}/{_KEY_NAME} > {_KEY_DIRECTORY}/{_KEY_NAME}"
     key_container = {
         "name": "key",
@@ -269,7 +271,7 @@ def _pod(job: KubeJob, spec: ProcessSpec, options: LaunchOptions) -> dict[str, A
         "terminationGracePeriodSeconds": 10,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        # Process 1 ignores signals that it does not handle; with this, the program is not 1.
+        # Process 1 ignores signals without a handler; with this, the program is not process 1.
         "shareProcessNamespace": True,
         "securityContext": {
             "runAsNonRoot": True,
@@ -287,7 +289,7 @@ def _pod(job: KubeJob, spec: ProcessSpec, options: LaunchOptions) -> dict[str, A
 
 
 def _variables(spec: ProcessSpec) -> list[dict[str, Any]]:
-    """Return the variables of ``spec``, and each pod's own rank and address."""
+    """Return the variables of ``spec``, with each pod's own rank and address."""
     address = {"valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     rank = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX_ANNOTATION}']"}}
     found: dict[str, dict[str, Any]] = {
@@ -296,15 +298,15 @@ def _variables(spec: ProcessSpec) -> list[dict[str, Any]]:
     ranks = ("DMLC_TASK_ID", "RANK", "GROUP_RANK") if spec.role == "worker" else ("DMLC_TASK_ID",)
     found.update({name: {"valueFrom": rank} for name in ranks})
     if spec.role == "scheduler":
-        # The scheduler listens at its own address, before its name can be looked up.
+        # The scheduler listens at its own address, since its name may not resolve yet.
         found["DMLC_PS_ROOT_URI"] = address
-    if found.keys().isdisjoint(_HOST_NAMES):  # the user does not say which address it takes
+    if found.keys().isdisjoint(_HOST_NAMES):  # the user has not chosen an address
         found["DMLC_NODE_HOST"] = address
     return [{"name": name, **value} for name, value in found.items()]
 
 
 def _resources(cores: int | None, memory_mb: int | None, gpus: int | None = 0) -> dict[str, Any]:
-    """Return the resources; memory is also limited, processors are not."""
+    """Return the requests and limits; memory is limited, cores are not."""
     memory = {"memory": f"{memory_mb}Mi"} if memory_mb else {}
     requests = {**({"cpu": str(cores)} if cores else {}), **memory}
     limits = {**memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}

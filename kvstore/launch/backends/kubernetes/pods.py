@@ -1,8 +1,9 @@
 """The state of a job's pods: started, ended (and why), or obstructed.
 
-Pure: what the cluster has answered and the time in; the events of ``launch/job/places.py`` and
-decisions out. Answers are objects as JSON, by the Kubernetes API reference (``core/v1`` Pod and
-Event, ``batch/v1`` Job); any of their fields may be missing. ``follow.py`` asks and acts.
+This module is pure: the cluster's answers and the time are its input, events of
+``launch/job/places.py`` and decisions its output. Answers are JSON objects of the Kubernetes API
+reference (``core/v1`` Pod and Event, ``batch/v1`` Job); any of their fields may be missing.
+``follow.py`` calls the cluster and acts.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from kvstore.launch.job.places import Ended, Event, Located, Note
 from kvstore.launch.job.report import some_of
 from kvstore.launch.plan import ProcessSpec
 
-# A container waits for these in the usual course of things.
+# The normal reasons for which a container waits.
 _USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
-# What a registry or an admission says, and the reasons, when asking again changes nothing.
+# Words of a registry or an admission controller, and reasons, after which a retry is useless.
 _FINAL = (
     *("not found", "denied", "unauthorized", "forbidden", "manifest unknown", "does not exist"),
     *("no match for platform", "invalid"),
@@ -35,7 +36,7 @@ _FINAL = (
 _LIFECYCLE = Timing(
     drain_s=30.0, service_s=30.0, failure_s=5.0, alone_s=3.0, step_s=20.0, killed_s=20.0
 )
-_SAYS_NOTHING = ("Completed", "Error")  # as the reason for a container's end
+_SAYS_NOTHING = ("Completed", "Error")  # these reasons for a container's end explain nothing
 _DELETED = "its pod was deleted"
 _LONGEST_MESSAGE = 500
 
@@ -46,18 +47,18 @@ Objects = Sequence[Object]
 
 @dataclass(frozen=True)
 class Patience:
-    """How long each patience with a cluster lasts, in seconds.
+    """How long to wait for a cluster in each situation, in seconds.
 
-    ``lifecycle`` is longer than on one machine: ends are seen at the next look only, and pods
-    have ``terminationGracePeriodSeconds`` to end.
+    The times of ``lifecycle`` are longer than on one machine: an end is noticed only at the next
+    poll, and pods have ``terminationGracePeriodSeconds`` to end.
     """
 
-    poll_s: float = 2.0  # between two looks at all pods
-    silent_s: float = 1800.0  # without any answer, until the job is left alone
+    poll_s: float = 2.0  # between two polls of all pods
+    silent_s: float = 1800.0  # without an answer, until the launcher leaves the job alone
     first_remark_s: float = 10.0  # until pods that have not started are named
-    remind_s: float = 60.0  # between two lines that name the same
-    final_s: float = 10.0  # with an obstacle that will hardly go away
-    trouble_s: float = 120.0  # with another one, such as a registry that does not answer
+    remind_s: float = 60.0  # between two equal messages
+    final_s: float = 10.0  # for an obstacle that will hardly disappear
+    trouble_s: float = 120.0  # for another trouble, such as a registry that does not answer
     start_s: float = float(DEFAULT_RENDEZVOUS_S)  # until all pods must have started
     last_output_s: float = 10.0  # for the rest of the logs, after the end
     delete_s: float = 60.0  # for the deletion of everything, at the end
@@ -65,7 +66,7 @@ class Patience:
 
 
 class Obstacle(NamedTuple):
-    """The reason why a pod has not started; ``is_trouble`` if waiting fails.
+    """The reason why a pod has not started; ``is_trouble`` if waiting may not help.
 
     Otherwise the cluster only lacks room or time.
     """
@@ -75,15 +76,15 @@ class Obstacle(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Waiting will hardly change it."""
+        """Whether waiting will hardly remove the obstacle."""
         return self.is_trouble and any(words in self.sentence.lower() for words in _FINAL)
 
 
 class PodExit(NamedTuple):
-    """The end of a pod's process: ``status`` as in ``lifecycle.Exit``, and why.
+    """The end of a pod's process; ``status`` is that of ``lifecycle.Exit``.
 
-    ``at`` is the time on the node's clock, as text that sorts; empty where it is not known.
-    ``is_removal``: Kubernetes ended it by removing its pod.
+    ``at`` is the time on the node's clock, as text that sorts, or "" if unknown. ``is_removal`` is
+    true if Kubernetes ended the process by removing its pod.
     """
 
     status: int
@@ -93,7 +94,7 @@ class PodExit(NamedTuple):
 
 
 class Pod(NamedTuple):
-    """One pod; ``leaving`` says why Kubernetes is removing it, or is empty."""
+    """One pod; ``leaving`` is why Kubernetes is removing it, or ""."""
 
     name: str
     uid: str
@@ -112,7 +113,7 @@ class Pod(NamedTuple):
 
 
 def read_pods(items: Iterable[Object], specs: Sequence[ProcessSpec]) -> list[tuple[int, Pod]]:
-    """Return the pods of ``specs`` with their processes' indices; the oldest first."""
+    """Return the pods of ``specs`` with their processes' indices, the oldest first."""
     indices = {(spec.role, str(spec.rank)): index for index, spec in enumerate(specs)}
     found = []
     for item in sorted(items, key=lambda item: _text(item, "metadata", "creationTimestamp")):
@@ -132,7 +133,7 @@ def read_job_failures(items: Iterable[Object]) -> dict[str, str]:
 def read_warnings(events: Iterable[Object]) -> dict[str, Obstacle]:
     """Return the last warning about each object, by ``kind/name`` in lower case.
 
-    Warnings about pods may be over long since; their states say what counts.
+    Warnings about pods may be out of date, so they are not trouble: the pods' states decide.
     """
     found = {}
     for event in sorted(
@@ -145,7 +146,7 @@ def read_warnings(events: Iterable[Object]) -> dict[str, Obstacle]:
 
 
 def status_of_exit_code(code: int) -> int:
-    """Return the status for an exit code: 128 + n, a death by signal n, gives -n."""
+    """Return the status for an exit code; 128 + n, a death by signal n, gives -n."""
     try:
         return -signal.Signals(code - 128) if code > 128 else code
     except ValueError:
@@ -181,12 +182,12 @@ def _ending(
     phase, pod_reason = _text(item, "status", "phase"), _text(item, "status", "reason")
     if terminated is not None:
         status = status_of_exit_code(int(terminated.get("exitCode", 1)))
-        # What is removed ends by a signal, which alone says nothing.
+        # A removed process ends by a signal, which alone explains nothing.
         is_removal = bool(leaving) and status in (-signal.SIGTERM, -signal.SIGKILL)
         why = _joined(pod_reason, _sentence(terminated)) or (leaving if is_removal else "")
         return PodExit(status, why, _text(terminated, "finishedAt"), is_removal)
     if phase == "Failed":
-        # Evicted, refused by the node, or an init container failed: ours never said an exit code.
+        # Evicted, refused by the node, or an init container failed: our container has no exit code.
         failed = (
             _joined(f"its init container '{name}' ended with {code}", _sentence(ended))
             for name, state in inits.items()
@@ -213,7 +214,7 @@ def _why(item: Object, condition_type: str, status: str = "True") -> str:
 
 
 def _sentence(part: Object | None) -> str:
-    """Return its reason, if that says something, and its message."""
+    """Return the reason, unless it explains nothing, and the message."""
     reason, text = _text(part, "reason"), " ".join(_text(part, "message").split())
     if len(text) > _LONGEST_MESSAGE:
         text = f"{text[:_LONGEST_MESSAGE]} ..."
@@ -238,7 +239,7 @@ def _dig(part: Any, *names: str) -> Any:
 
 
 class JobWatch:
-    """Follows what is seen of one job. Times are seconds of a monotonic clock."""
+    """The state of one job in successive polls; times are of a monotonic clock."""
 
     def __init__(
         self, specs: Sequence[ProcessSpec], job: KubeJob, patience: Patience, start_s: float
@@ -246,25 +247,26 @@ class JobWatch:
         self.pods: dict[int, Pod] = {}
         self.endings: dict[int, PodExit] = {}
         self.ended_by_kubernetes: set[int] = set()
-        """Processes that ended because Kubernetes removed their pods after another's failure."""
+        """Processes that ended because Kubernetes removed their pods after another process's
+        failure."""
         self.is_ending = False
-        """The launcher has begun to delete pods: from now on those that are gone have ended."""
+        """Whether the launcher has begun to delete pods: from now on, missing pods have ended."""
         self.is_heard = True
         self.had_jobs = False
         self._specs = specs
         self._job = job
         self._patience = patience
         self._start_s = self._answered_s = self._remarked_s = start_s
-        self._obstacles: dict[int, tuple[Obstacle, float]] = {}  # with the time since when
+        self._obstacles: dict[int, tuple[Obstacle, float]] = {}  # and since when
         self._last_remark = ""
 
     @property
     def is_starting(self) -> bool:
-        """Not all processes have been seen to start."""
+        """Whether some processes have not started yet."""
         return bool(self._unstarted())
 
     def saw(self, jobs: Objects, pods: Objects, warnings: Objects, now_s: float) -> list[Event]:
-        """Take in the cluster's answer; return the notes and the processes that ended.
+        """Handle the cluster's answer; return the notes and the processes that ended.
 
         ``jobs`` and ``pods`` are the job's own; ``warnings`` may be about any object.
         """
@@ -278,7 +280,8 @@ class JobWatch:
         seen: dict[int, Pod] = {}
         for index, pod in read_pods(pods, self._specs):
             before = self.pods.get(index)
-            # Kubernetes may make a second one: its pod is the one that has run, else the oldest.
+            # Kubernetes may make a second pod for a process: use the one that has run, else the
+            # oldest.
             if index in seen or (before and before.has_started and before.uid != pod.uid):
                 continue
             seen[index] = pod
@@ -295,7 +298,7 @@ class JobWatch:
         return [*events, *self._remarks(now_s)]
 
     def no_answer(self, why: str, now_s: float) -> list[Event]:
-        """Handle a failed look; return what is worth saying."""
+        """Handle a failed poll; return a note if one is due."""
         if not self.is_heard and now_s - self._remarked_s < self._patience.remind_s:
             return []
         first, self.is_heard, self._remarked_s = self.is_heard, False, now_s
@@ -306,14 +309,14 @@ class JobWatch:
         return [Note(why)]
 
     def lost_sight(self, now_s: float) -> str | None:
-        """Return why following ends, when the cluster has been silent for too long."""
+        """Return why the launcher stops following: a silent cluster. None to continue."""
         silent_s = now_s - self._answered_s
         if self.is_heard or self.is_ending or silent_s < self._patience.silent_s:
             return None
         return f"the cluster has not answered for {silent_s:.0f} s"
 
     def gives_up(self, now_s: float) -> str | None:
-        """Return why the job cannot start, when waiting has become pointless."""
+        """Return why the job cannot start if waiting is useless, else None."""
         if not self._is_awaited():
             return None
         for index, (obstacle, since_s) in self._obstacles.items():
@@ -329,11 +332,9 @@ class JobWatch:
     # -- inner parts --------------------------------------------------------------------------
 
     def _note_endings(self, seen: Mapping[int, Pod], jobs: Objects) -> list[Event]:
-        """Record the processes that ended, one event for each second.
+        """Record the ended processes; return an event for each time on the nodes' clocks.
 
-        The times are those of the nodes' clocks.
-
-        Several ends between two looks are told apart by these.
+        So several ends between two polls keep their order.
         """
         failures = read_job_failures(jobs)
         fresh: dict[int, PodExit] = {}
@@ -352,7 +353,7 @@ class JobWatch:
         return [Ended(statuses) for statuses in moments.values()]
 
     def _gone(self, index: int, jobs: Objects, failures: Mapping[str, str]) -> PodExit | None:
-        """Return how a process without a pod ended; None if its pod is still to come."""
+        """Return how a process without a pod ended; None if its pod is still awaited."""
         pod, role, status = self.pods.get(index), self._specs[index].role, -signal.SIGTERM
         if self.is_ending:
             reason = ""
@@ -376,12 +377,13 @@ class JobWatch:
             else:
                 obstacle = warnings.get(f"job/{self._job.job_name(self._specs[index].role)}")
             if obstacle is not None:
-                # ErrImagePull and ImagePullBackOff take turns: it is one as long as there is one.
+                # ErrImagePull and ImagePullBackOff alternate, so a changed trouble keeps its first
+                # time.
                 known, since_s = before.get(index, (obstacle, now_s))
                 self._obstacles[index] = (obstacle, since_s if known.is_trouble else now_s)
 
     def _remarks(self, now_s: float) -> list[Event]:
-        """Return which pods have not started and why, if that is new or long ago."""
+        """Return a note on pods that have not started, if it is new or due again."""
         age_s = now_s - self._start_s
         if not self._is_awaited() or age_s < self._patience.first_remark_s:
             return []
@@ -392,7 +394,7 @@ class JobWatch:
         return [Note(f"after {age_s:.0f} s, waiting for {text}")]
 
     def _is_awaited(self) -> bool:
-        """Return whether pods are still to start and the job needs them."""
+        """Return whether some pods have not started and the job still needs them."""
         ended = self.endings
         is_over = self.is_ending or any(one.status for one in ended.values())
         workers = (index for index, spec in enumerate(self._specs) if spec.role == "worker")

@@ -1,9 +1,8 @@
-"""Runs a job on Kubernetes: writes its manifests, or creates and follows it.
+"""Run a job on Kubernetes: write its manifests, or create it and follow it.
 
-Brings the parts together, on the main thread. Without ``--apply`` the manifests go to standard
-output and nothing else happens. With it everything is created, the pods are followed to their
-end, and all that carries the job's id is deleted, whatever the end was. Read ``manifest.py`` and
-``follow.py`` next.
+Runs on the main thread. Without ``--apply``, the manifests go to standard output and nothing else
+happens. With it, all objects are created, the pods are followed to their end, and all objects with
+the job's label are deleted, whatever the result. Read ``manifest.py`` and ``follow.py`` next.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.plan import is_within_a_job
 
 _MASK = "(the job's key: made anew for each job, and not shown)"
-_OLDEST_VERSION = (1, 24)  # Indexed Jobs are stable from here on
+_OLDEST_VERSION = (1, 24)  # the first version with stable Indexed Jobs
 _PERMISSIONS = (
     *(
         (verb, kind)
@@ -45,7 +44,7 @@ _PERMISSIONS = (
     ),
     *(("list", "pods"), ("delete", "pods"), ("get", "pods/log"), ("list", "events")),
 )
-# What the guardian runs: the directory of this package, then the arguments of delete_job.
+# The guardian's command; its arguments: this package's directory, and those of delete_job.
 _DELETE = (
     "import json, sys; sys.path.insert(0, sys.argv[1]); "
     "from kvstore.launch.backends.kubernetes.cluster import delete_job; "
@@ -61,16 +60,16 @@ def run(
 ) -> int:
     """Run the launcher with ``options`` and return the exit code.
 
-    Must be called on the main thread.
+    Call it on the main thread.
 
-    ``service_command`` and ``timing`` are those of processes on this machine and mean nothing
-    for pods. Raises :class:`LaunchError` when nothing could be started.
+    ``service_command`` and ``timing`` are for processes on this machine and have no effect on pods.
+    Raises :class:`LaunchError` if the job could not start.
     """
     return run_with(options, environ, Patience())
 
 
 def run_with(options: LaunchOptions, environ: Mapping[str, str], patience: Patience) -> int:
-    """Run the job with these time limits for the cluster."""
+    """Run the job with these time limits; see :func:`run`."""
     if options.check:
         return conclude_check(list(_check_rows(options, environ)))
     path = "" if is_within_a_job(environ) else environ.get("PS_JOB_KEY_FILE")
@@ -88,7 +87,7 @@ def run_with(options: LaunchOptions, environ: Mapping[str, str], patience: Patie
         say(note)
     if options.places.apply and not options.dry_run:
         return _apply(options, job, environ, patience)
-    if options.dry_run:  # as comments, so that the whole output stays YAML
+    if options.dry_run:  # comments, so that the whole output stays YAML
         where = job.namespace or "of the present context"
         text += (
             f"# With --apply this is created in the namespace {where}, the pods with the label\n"
@@ -97,7 +96,7 @@ def run_with(options: LaunchOptions, environ: Mapping[str, str], patience: Patie
             if options.places.apply
             else "# Without --apply nothing is created.\n"
         )
-    try:  # in the encoding that YAML has, whatever the terminal's is
+    try:  # in UTF-8, whatever the terminal's encoding is
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
     except OSError as error:
@@ -119,17 +118,17 @@ def _apply(
     cluster = connect(job.namespace)
     job = replace(job, namespace=cluster.namespace)
     specs = plan_pods(options, job, environ)
-    # Pods that wait for each other give up by this setting; waiting longer is useless.
+    # Pods stop waiting for each other after this time, so a longer wait is useless.
     patience = replace(patience, start_s=float(specs[-1].environment[RENDEZVOUS_NAME]))
     log_dir, is_temporary = make_log_dir(options.log_dir)
     place = JobPlace(cluster, job, specs, patience, log_dir if options.show_status else None)
     package = str(Path(__file__).resolve().parents[4])
     arguments = json.dumps([cluster.context, cluster.namespace, job.selector])
     try:
-        # By an id of its own: where pods are processes of this machine, it leaves them alone.
+        # With its own id: if pods are processes of this machine, the guardian does not end them.
         supervised = secrets.token_hex(8)
         with Supervisor(supervised, environ, log_dir, patience.lifecycle) as supervisor:
-            # The guardian is told before anything is made, so that nothing can stay.
+            # The guardian gets its command before any object is created, so that none can stay.
             supervisor.guardian.cancel_at_the_end(
                 [sys.executable, "-c", _DELETE, package, arguments]
             )
@@ -147,7 +146,7 @@ def _apply(
 
 
 def _check_rows(options: LaunchOptions, environ: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Check whether the job could run, without creating anything."""
+    """Yield the rows of ``--check``, without creating anything."""
     namespace = options.places.namespace
     try:
         manifests(options, kube_job(options, "0" * 16, "", namespace), environ)
