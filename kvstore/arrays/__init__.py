@@ -1,10 +1,10 @@
 """Adapters for array libraries: the few operations that a store needs of a value.
 
-One file per library implements :class:`Adapter`; ``adapter_for`` picks by the name of the
-value's class, so a library is imported only when somebody passes one of its arrays. Nothing
-here keeps an array or changes one that it was not told to write. Any thread may call; an
-adapter has no state. Read next: ``buffer.py``, which has NumPy's, then ``cupy.py`` (the same on
-GPUs); all other arrays are looked at as one of these two.
+One file per library implements :class:`Adapter`; ``adapter_for`` chooses it by the name of the
+value's class, so a library is imported only when a caller passes one of its arrays. Adapters keep
+no arrays, and change only those that they are told to write. Any thread may call; an adapter has
+no state. Read next: ``buffer.py`` for NumPy's arrays, then ``cupy.py`` (the same on GPUs); arrays
+of all other libraries are viewed as NumPy's or CuPy's.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ _LIBRARIES = {
     ("torch", "Tensor"): "torch",
 }
 _MODULES = {"numpy": "buffer"}
-"""The modules of adapters that are not named like their library."""
+"""The modules of adapters whose names differ from their library's."""
 _JAX_PACKAGES = ("jax", "jaxlib")
 _PACKAGES = frozenset({*(package for package, _ in _LIBRARIES), *_JAX_PACKAGES})
 _OFFERS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 _NO_DTYPE = (bool, int, float, complex, str, bytes, bytearray, list, tuple, np.generic)
-"""Types without a dtype or that are not arrays, though some offer their memory as one."""
+"""Types that are not arrays or lack a dtype, though some offer their memory as an array."""
 
 
 _adapters: dict[type, Adapter] = {}
-"""By class, for classes of the libraries themselves: these never go away, and are met often."""
+"""Adapters by class, for the libraries' own classes; a cache, since they are used often."""
 
 _registered: dict[type, Adapter] = {}
-"""By class, for what ``register`` was told of."""
+"""Adapters by class, as given to ``register``."""
 
 
 class Adapter(Protocol):
     """The operations that a store needs from an array library.
 
-    A caller's array is looked at through its adapter only: ``array.dtype`` of a tensor is
-    not a dtype of NumPy. ``dtype`` is the first call for a caller's array and refuses what has no
-    values to give; the other methods count on that.
+    Stores access a caller's array only through its adapter: ``array.dtype`` of a tensor is
+    not a dtype of NumPy. ``dtype`` must be the first call for a caller's array. It refuses arrays
+    whose values cannot be read; the other methods do not check that again.
 
-    ``host`` arrays are NumPy's. A result that is called new is owned by the caller; any other
-    may share the argument's memory and is only to be read, before the caller's next change.
+    ``host`` arrays are NumPy's. The caller owns a result that is called new. Any other result may
+    share the argument's memory; do not write to it, and read it before the argument changes.
     """
 
     def shape(self, array: Array) -> tuple[int, ...]:
@@ -67,33 +67,34 @@ class Adapter(Protocol):
 
         Stores may not be able to hold it.
 
-        Raises ``ArgumentTypeError`` for an array of the library whose values cannot be had.
+        Raises ``ArgumentTypeError`` for an array of the library whose values cannot be read.
         """
 
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
         """Return the array's own memory as flat, writable bytes, in element order.
 
-        None unless values in native byte order may be written right there. The writer
-        calls ``written`` afterwards.
+        None if values in native byte order cannot be written there directly. The writer calls
+        ``written`` afterwards.
         """
 
     def device_memory(self, array: Array) -> NativeArray | None:
         """Return the array's memory on a GPU as a writable C-contiguous CuPy array.
 
-        None unless elements lie there unchanged. The writer calls ``written`` afterwards.
+        None if the memory does not hold the elements as they are. The writer calls ``written``
+        afterwards.
         """
 
     def written(self, array: Array) -> None:
-        """Tell the library, if it keeps count, that an array was written to."""
+        """Tell the library that an array was written to, if it counts writes."""
 
     def context(self, array: Array) -> Context:
         """Return the device on which the array lives."""
 
     def on(self, context: Context) -> AbstractContextManager[None]:
-        """Make the library work on ``context`` within the block; wait at its end."""
+        """Use ``context`` as the library's device in the block; wait for work at the end."""
 
     def why_read_only(self, array: Array) -> str | None:
-        """Return why elements of the array may not be set, and what to do, or None."""
+        """Return why the array cannot be written to and what to do; None if it can."""
 
     def view(self, array: Array) -> NativeArray:
         """Return the values as NumPy's or CuPy's array, without a copy where possible."""
@@ -108,7 +109,7 @@ class Adapter(Protocol):
         """Assign a value of any library on any device, as ``from_host`` does."""
 
     def to_context(self, array: Array, context: Context) -> NativeArray:
-        """Return the values on ``context``, without a copy if they are there already.
+        """Return the values on ``context``, without a copy if they already are there.
 
         ``array`` may belong to another library.
         """
@@ -128,7 +129,7 @@ class Adapter(Protocol):
 
 
 class NativeAdapter:
-    """The part of the adapters that is the same for NumPy and CuPy arrays."""
+    """The methods that the adapters of NumPy and CuPy arrays share."""
 
     def shape(self, array: Array) -> tuple[int, ...]:
         return tuple(array.shape)
@@ -147,10 +148,10 @@ class NativeAdapter:
 def adapter_for(value: object) -> Adapter:
     """Return the adapter of the library that ``value`` belongs to.
 
-    Arrays of NumPy, CuPy, PyTorch and JAX are known by their classes; any other object must
+    Arrays of NumPy, CuPy, PyTorch and JAX are recognised by their classes; any other object must
     offer the buffer protocol, ``__array_interface__``, ``__cuda_array_interface__`` or DLPack.
-    Raises ``ArgumentTypeError`` for all else, among them Python scalars and lists: these have
-    no dtype of their own, so the caller must choose one.
+    Raises ``ArgumentTypeError`` for all other objects, including Python scalars and lists, which
+    have no dtype.
     """
     known = _adapters.get(type(value))
     if known is not None:
@@ -193,7 +194,7 @@ def adapter_on(context: Context) -> Adapter:
 
 
 def _library_of(kind: type) -> str | None:
-    """Return the library of arrays of this class, by the names of its bases."""
+    """Return the library of arrays of this class, found by the names of its bases."""
     for base in kind.__mro__:
         package = _package_of(base)
         library = _LIBRARIES.get((package, base.__name__))

@@ -1,9 +1,9 @@
-"""Views of arrays in place: NumPy's own, and those of other libraries.
+"""Adapters for NumPy arrays and for arrays that NumPy or CuPy can view in place.
 
 ``NumpyAdapter`` is the reference for ``cupy.py``: same operations, same bits; the arithmetic itself
-is in ``kvstore/arrays/cpu/sums.py``. ``ViewAdapter`` answers everything from one method, ``view``;
-``torch.py`` and ``jax.py`` say how their arrays are viewed. Arrays of any other library are tried
-in this order: ``__cuda_array_interface__`` (CuPy reads it and orders its stream), NumPy's
+is in ``kvstore/arrays/cpu/sums.py``. ``ViewAdapter`` builds all methods on one, ``view``, which
+``torch.py`` and ``jax.py`` define for their arrays. For arrays of any other library,
+``BufferAdapter`` tries, in this order: ``__cuda_array_interface__`` (read by CuPy), NumPy's
 ``__array_interface__``, DLPack, and Python's buffer protocol (``array.array``, ``memoryview``,
 ``ctypes`` arrays). They are filled in place if their owner allows writing. Any thread may call;
 an adapter has no state.
@@ -31,7 +31,7 @@ class NumpyAdapter(NativeAdapter):
     """The adapter of NumPy's arrays; they all live on ``cpu(0)``."""
 
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
-        # A subclass may have a shape of its own mind (numpy.matrix); a memmap has none.
+        # Subclasses such as numpy.matrix reshape in their own way; numpy.memmap does not.
         plain = type(array) in (np.ndarray, np.memmap) and array.dtype.isnative
         if not plain or not (array.flags.c_contiguous and array.flags.writeable):
             return None
@@ -81,11 +81,11 @@ class NumpyAdapter(NativeAdapter):
 
 
 class ViewAdapter(abc.ABC):
-    """An :class:`kvstore.arrays.Adapter` that uses ``view``."""
+    """A base of :class:`kvstore.arrays.Adapter` classes that need only ``view``."""
 
     @abc.abstractmethod
     def view(self, array: Array) -> NativeArray:
-        """Return the array as NumPy's or CuPy's."""
+        """Return the array as a NumPy or CuPy array."""
 
     def shape(self, array: Array) -> tuple[int, ...]:
         view = self.view(array)
@@ -150,14 +150,14 @@ _CUDA_KINDS = (2, 13)
 
 
 class BufferAdapter(ViewAdapter):
-    """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
+    """An :class:`kvstore.arrays.Adapter` of objects that offer their memory."""
 
     def view(self, array: Array) -> NativeArray:
         try:
             return _view(array)
         except MissingDependencyError:
             raise
-        # Foreign code runs in there: it raises what it likes.
+        # This runs the other library's code, which may raise anything.
         except Exception as error:
             raise ArgumentTypeError(
                 f"cannot read the memory of a {type(array).__qualname__} as an array "

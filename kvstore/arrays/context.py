@@ -1,8 +1,7 @@
-"""Devices of arrays: ``cpu(0)``, ``gpu(1)``. Only names; no work on them.
+"""Names of devices for arrays, such as ``cpu(0)`` and ``gpu(1)``.
 
-A ``Context`` is a plain value that any thread may share. It never imports CuPy by itself:
-``gpu(i)`` and ``Context.module`` do so through the one door, ``kvstore/arrays/cupy.py``,
-which is also what to read next.
+A ``Context`` is a plain value that threads may share; it does no work on the device. ``gpu(i)`` and
+``Context.module`` import CuPy, through ``kvstore/arrays/cupy.py``. Read that file next.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _DEVICE_TYPES = ("cpu", "gpu")
 class Context:
     """A device: a type (``"cpu"`` or ``"gpu"``) and a number. Immutable.
 
-    ``with mx.gpu(1):`` makes it the device of arrays that name none, in this thread (or task).
-    ``Context(other)`` of another context is an equal one. NumPy arrays all live on
-    ``cpu(0)``; other CPU numbers are accepted, as in MXNet, and mean the same memory.
+    Within ``with mx.gpu(1):``, arrays that are created without a device in this thread (or task)
+    are on that one. ``Context(other)`` of another context returns an equal one. NumPy arrays are
+    all on ``cpu(0)``; other CPU numbers are accepted, as in MXNet, and mean the same memory.
     Raises ``ArgumentTypeError`` for an unknown type or a number that is not an index.
     """
 
@@ -74,21 +73,21 @@ _entered: ContextVar[tuple[Context, ...]] = ContextVar("entered", default=())
 
 
 def current_context() -> Context:
-    """Return the device of the innermost ``with``, else ``cpu(0)``."""
+    """Return the device of the innermost ``with`` block, or ``cpu(0)``."""
     entered = _entered.get()
     return entered[-1] if entered else Context("cpu", 0)
 
 
 def cpu(device_id: int = 0) -> Context:
-    """Return the host's memory."""
+    """Return the context of the host's memory."""
     return Context("cpu", device_id)
 
 
 def gpu(device_id: int = 0) -> Context:
-    """Return the CUDA device with this number.
+    """Return the context of the CUDA device with this number.
 
     Raises ``MissingDependencyError``, which says what to install, when CuPy is missing.
-    Whether the device exists shows at its first use.
+    Whether the device exists is checked only at its first use.
     """
     context = Context("gpu", device_id)
     _ = context.module
@@ -96,7 +95,7 @@ def gpu(device_id: int = 0) -> Context:
 
 
 def num_gpus() -> int:
-    """Return how many CUDA devices CuPy can use: 0 without CuPy, a driver or a device."""
+    """Return how many CUDA devices CuPy can use; 0 if CuPy or the driver is missing."""
     from kvstore.arrays.cupy import load
 
     try:

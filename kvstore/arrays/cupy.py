@@ -1,14 +1,14 @@
 """The adapter for CuPy arrays; the only import of CuPy in the project.
 
-CuPy is loaded by the first ``gpu(i)`` or the first CuPy array, never before. Arithmetic is
-written as NumPy ufuncs, which CuPy arrays carry out on their device (NEP 13), so that the
-formulas exist once. Any thread may call: the current device is CuPy's per-thread setting and
-is put back. ``tests/gpu`` holds the tests.
+CuPy is loaded at the first ``gpu(i)`` or the first CuPy array, never before. Arithmetic is
+written as NumPy ufuncs, which CuPy arrays execute on their device (NEP 13), so that the
+formulas exist once. Any thread may call: CuPy keeps the current device for each thread, and this
+module restores it. The tests are in ``tests/gpu``.
 
 Order of work on a GPU: kernels and copies are queued on the calling thread's current stream.
-A copy between two devices first waits for the source device's current stream, and a sum or a
-copy out waits for its own, so when a call returns the caller may overwrite its arrays from
-any stream.
+A copy between two devices first waits for the source device's current stream. A sum, or a copy to
+the host, waits for its own stream. So when a call returns, the caller may overwrite its arrays
+from any stream.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def contiguous(array: NativeArray) -> NativeArray:
 
 
 class CupyAdapter(NativeAdapter):
-    """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
+    """The adapter of CuPy arrays; see :class:`kvstore.arrays.Adapter`."""
 
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
         return None
@@ -99,7 +99,7 @@ class CupyAdapter(NativeAdapter):
         source = self.context(array)
         if source == context:
             return array
-        with self.on(source):  # waits for what is queued there, which may still write to it
+        with self.on(source):  # waits for queued work, which may still write to the array
             made = contiguous(array)
         # CuPy copies only contiguous arrays between devices.
         with self.on(context):
@@ -126,12 +126,12 @@ class CupyAdapter(NativeAdapter):
 # -- devices, streams and addresses --------------------------------------------------------
 
 Rows = Sequence[Sequence[NativeArray]]
-"""For each key its arrays: C-contiguous CuPy arrays of one size and dtype."""
+"""A row for each key: its arrays, C-contiguous CuPy arrays of one size and dtype."""
 
 
 @contextmanager
 def on_device(device: int) -> Iterator[None]:
-    """Make this GPU the thread's current one within the block."""
+    """Make this GPU the thread's current device within the block."""
     with load().cuda.Device(device):
         yield
 
@@ -143,13 +143,13 @@ def current_stream(device: int) -> Any:
 
 @functools.cache
 def own_stream(device: int, purpose: str) -> Any:
-    """Return the stores' own stream of this GPU for a purpose."""
+    """Return the stream of this GPU that stores use for this purpose."""
     with on_device(device):
         return load().cuda.Stream(non_blocking=True)
 
 
 def wait_for(stream: Any, home: int, other: int) -> None:
-    """Let ``stream``, of ``home``, wait for the current stream of another GPU."""
+    """Make ``stream`` of GPU ``home`` wait for the current stream of another GPU."""
     _may_reach(home, other)
     with on_device(other):
         event = current_stream(other).record()
@@ -170,14 +170,14 @@ def _may_reach(device: int, peer: int) -> None:
 
 
 def addresses_of(rows: Sequence[Sequence[NativeArray]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return where each of these CuPy arrays begins; rows are of one length."""
+    """Return the addresses of these CuPy arrays; all rows have the same length."""
     return np.array([[array.data.ptr for array in row] for row in rows], np.uint64)
 
 
 def near(array: Array, home: Context) -> NativeArray:
     """Return a C-contiguous CuPy array, copied to ``home`` if it is on the host.
 
-    The caller's own memory where it can be.
+    It shares the caller's memory where possible.
     """
     adapter = adapter_for(array)
     if isinstance(adapter, CupyAdapter):

@@ -1,9 +1,9 @@
-"""The dtypes that a store can hold, their names on the wire, and their sum dtypes.
+"""The dtypes that a store can hold, their names in messages, and their sum dtypes.
 
-Bool, integers, floats and complex numbers of every size that NumPy has, and bfloat16, which
-NumPy lacks and the package ``ml_dtypes`` adds to it. What callers name as a dtype, or as a shape,
-is checked here. This is the one file that imports ``ml_dtypes``, and only when a bfloat16 value is
-met. Pure; any thread may call. Read next: ``arrays/cpu/sums.py``, which adds.
+Stores hold bool, integers, floats and complex numbers of every size that NumPy has, and bfloat16,
+which the package ``ml_dtypes`` adds to NumPy. This module also checks the dtypes and shapes that
+callers pass. It is the only file that imports ``ml_dtypes``, and only for a bfloat16 value. Pure;
+any thread may call. Read next: ``arrays/cpu/sums.py``, which adds values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def bfloat16() -> np.dtype[Any]:
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     """Return whether ``dtype`` is native ``ml_dtypes.bfloat16``.
 
-    It imports nothing.
+    It does not import ``ml_dtypes``.
     """
     kind = dtype.type
     return (
@@ -63,7 +63,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 def keeps_kind(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
     """Return whether NumPy's rule ``same_kind`` allows a copy to ``target``.
 
-    Floats may lose digits but not become integers or bool; bfloat16 counts as a float of 16 bits.
+    Floats may lose digits but not become integers or bool; bfloat16 is treated like float16.
     """
     if source == target:
         return True
@@ -89,7 +89,10 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
 
 
 def checked_dtype(dtype: object) -> np.dtype[Any]:
-    """Return a caller's dtype. Raises ``ArgumentTypeError`` if no store can hold it."""
+    """Return a caller's dtype as NumPy's.
+
+    Raises ``ArgumentTypeError`` if a store cannot hold it.
+    """
     try:
         found = bfloat16() if dtype == _BFLOAT16 else np.dtype(cast(Any, dtype))
     except TypeError:
@@ -99,7 +102,10 @@ def checked_dtype(dtype: object) -> np.dtype[Any]:
 
 
 def checked_shape(shape: object) -> tuple[int, ...]:
-    """Return a length, or several, as a tuple. Raises ``ArgumentTypeError``."""
+    """Return a caller's shape (an int or several) as a tuple.
+
+    Raises ``ArgumentTypeError``.
+    """
     try:
         lengths = (shape,) if isinstance(shape, str) else tuple(cast(Any, shape))
     except TypeError:
@@ -115,7 +121,7 @@ def checked_shape(shape: object) -> tuple[int, ...]:
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which values of ``dtype`` are added and updated.
 
-    float32 for float16 and bfloat16, for all others their own.
+    float32 for float16 and bfloat16; every other dtype stays the same.
     """
     return _FLOAT32 if dtype == np.float16 or is_bfloat16(dtype) else dtype
 
@@ -125,13 +131,13 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
 
     The format is that of NumPy's array interface.
 
-    bfloat16 has no text of its own there, so it is ``"bfloat16"``.
+    That format lacks bfloat16; its text is ``"bfloat16"``.
     """
     return _BFLOAT16 if is_bfloat16(dtype) else str(dtype.str)
 
 
 def dtype_of(text: object) -> np.dtype[Any]:
-    """Return the dtype that ``dtype_text`` wrote.
+    """Parse the output of ``dtype_text``.
 
     Raises:
         ProtocolError: a store cannot hold it.
@@ -149,5 +155,5 @@ def dtype_of(text: object) -> np.dtype[Any]:
 
 
 def _is_of_numpy(dtype: np.dtype[Any]) -> bool:
-    # ml_dtypes calls float8_e5m2 a float (kind "f"), though NumPy cannot name it.
+    # ml_dtypes gives float8_e5m2 the kind "f", though it is not a dtype of NumPy.
     return dtype.isbuiltin != 2

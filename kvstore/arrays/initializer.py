@@ -1,10 +1,10 @@
-"""Initializers: initial parameter values chosen by name, ``mx.init.Xavier()``.
+"""Initializers for parameters, such as ``mx.init.Xavier()``.
 
-Pure: each is a callable (name, shape, rng) that returns a new float32 array, as ``FeedForward``
-wants it. The generator is the caller's, so equal seeds give equal values. Names ending in
-``bias``, ``beta`` or ``mean`` begin at 0 and those ending in ``gamma`` or ``var`` at 1, whatever
+Each is a callable (name, shape, rng) that returns a new float32 array, as ``FeedForward`` needs
+it. The generator is the caller's, so equal seeds give equal values. Parameters whose names end in
+``bias``, ``beta`` or ``mean`` begin at 0, and those ending in ``gamma`` or ``var`` at 1, whatever
 the initializer. Any thread may call. Read next: ``mxnet/fit/network.py``, whose ``initial_params``
-calls.
+calls initializers.
 
 Source of names, defaults and formulas: ``python/mxnet/initializer.py`` of the original.
 """
@@ -48,8 +48,8 @@ ONES = ("gamma", "var")
 class _ByName:
     """The base of initializers; biases, gammas and means get fixed values.
 
-    The base of initializers, one's own too: they override ``weight``, or MXNet's
-    ``_init_weight(name, arr)``, which fills an ``mx.nd`` array.
+    A subclass overrides ``weight``, or MXNet's ``_init_weight(name, arr)``, which fills an
+    ``mx.nd`` array.
     """
 
     def __call__(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Values:
@@ -60,7 +60,7 @@ class _ByName:
         return self.weight(name, shape, rng).astype(np.float32)
 
     def weight(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Values:
-        """Return new values of a weight."""
+        """Return initial values for a weight."""
         from kvstore.mxnet import nd
 
         array = nd.zeros(shape)
@@ -75,7 +75,7 @@ class _ByName:
 
 
 Initializer = _ByName
-"""MXNet's name of the base."""
+"""MXNet's name of the base class."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,10 @@ class Xavier(_ByName):
 
     The scale is sqrt(magnitude / factor).
 
-    factor is the number of inputs (``in``), of outputs (``out``) or their mean (``avg``) of one
-    unit; a weight is (outputs, inputs, ...), and what follows multiplies both. Of Glorot and
-    Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010.
+    factor is the number of inputs (``in``) or outputs (``out``) of one unit, or their mean
+    (``avg``). A weight has the shape (outputs, inputs, ...); any further lengths multiply both
+    numbers. Source: Glorot and Bengio, "Understanding the difficulty of training deep feedforward
+    neural networks", 2010.
     """
 
     rnd_type: str = "uniform"
@@ -184,12 +185,12 @@ class Orthogonal(_ByName):
 
 @dataclass(frozen=True)
 class Mixed:
-    """The initializer of the first pattern that a parameter's name matches.
+    """An initializer that chooses another by the first pattern that matches a name.
 
-    A pattern matches at the start of the name.
+    Patterns match at the start of the name.
 
     ``patterns`` are regular expressions, such as ``[".*gate_bias", ".*"]``, and ``initializers``
-    as many initializers. Raises ``ArgumentValueError`` for other numbers of them, and where no
+    has one initializer for each. Raises ``ArgumentValueError`` if their numbers differ, or if no
     pattern matches a name.
     """
 
@@ -227,9 +228,10 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
 
 
 def register(klass: _Class) -> _Class:
-    """Make a class known to ``create`` by its name in lower case; returns the class.
+    """Register a class of initializers for ``create``, and return the class.
 
-    Raises ``ArgumentTypeError`` for what is not a class of initializers.
+    Its name in ``create`` is the class name in lower case. Raises ``ArgumentTypeError`` for an
+    object that is not a class.
     """
     if not isinstance(klass, type):
         raise ArgumentTypeError(f"register needs a subclass of Initializer, got {klass!r}")
@@ -238,7 +240,10 @@ def register(klass: _Class) -> _Class:
 
 
 def create(name: str, **numbers: Any) -> Any:
-    """Return the initializer of this name, in any case. Raises ``ArgumentValueError``."""
+    """Create the initializer with this name (case is ignored).
+
+    Raises ``ArgumentValueError`` for an unknown name.
+    """
     maker = _BY_NAME.get(name.lower())
     if maker is None:
         raise ArgumentValueError(f"no initializer is named {name!r}; known: {', '.join(_BY_NAME)}")

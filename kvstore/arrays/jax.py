@@ -1,10 +1,10 @@
 """The adapter for JAX arrays.
 
-They can be pushed, not filled: a JAX array never changes. One on the CPU is looked at by NumPy
-in its own memory, one on a single CUDA device by CuPy (DLPack, which orders the work of both);
-any other, and bfloat16 on a GPU, is copied to the host by JAX. Reading waits until the value
-has been computed. Any thread may call. ``tests/gpu`` holds the tests of arrays on GPUs. Trees of
-arrays: ``kvstore/frameworks/jax.py``.
+JAX arrays never change, so they can be pushed but not filled. NumPy views an array on the CPU
+without a copy, and CuPy views one on a single CUDA device (through DLPack, which orders the work of
+both). JAX copies any other array to the host, and bfloat16 on a GPU too. Reading waits until the
+value has been computed. Any thread may call. Tests of arrays on GPUs are in ``tests/gpu``. Trees
+of arrays: ``kvstore/frameworks/jax.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CUDA = 2
 
 
 class JaxAdapter(ViewAdapter):
-    """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
+    """The adapter of JAX arrays; see :class:`kvstore.arrays.Adapter`."""
 
     def shape(self, array: Array) -> tuple[int, ...]:
         return tuple(array.shape)
@@ -59,7 +59,10 @@ class JaxAdapter(ViewAdapter):
 
 
 def _check(array: Any) -> None:
-    """Raise ``ArgumentTypeError`` for what is JAX's but has no values to give."""
+    """Check that this object of JAX is an array whose values can be read.
+
+    Raises ``ArgumentTypeError``.
+    """
     import jax
 
     if isinstance(array, jax.core.Tracer):
@@ -89,7 +92,7 @@ def _check(array: Any) -> None:
 
 
 def _gpu_of(array: Any) -> int | None:
-    """Return the number of the CUDA device whose memory CuPy can look at, or None."""
+    """Return the number of the CUDA device where CuPy can view the array, or None."""
     if len(array.devices()) != 1 or is_bfloat16(array.dtype):
         return None
     if next(iter(array.devices())).platform == "cpu":

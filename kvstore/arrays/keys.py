@@ -1,7 +1,7 @@
 """The name, shape, dtype and generation (number of inits) of a key.
 
-Pure types, for stores, servers and files alike. The checks of what callers pass are in
-``kvstore/stores/arguments.py``.
+Stores, servers and files share these types. Pure. ``kvstore/stores/arguments.py`` checks the
+arguments of callers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Key: TypeAlias = int | str
 Keys: TypeAlias = Key | Sequence[Key]
 Values: TypeAlias = Array | Sequence[Array] | Sequence[Sequence[Array]]
 UpdateFunction: TypeAlias = Callable[[Any, Array, Array], None]
-"""``updater(key, recv, local)`` of ``set_updater``."""
+"""The type of ``updater(key, recv, local)`` for ``set_updater``."""
 
 _MOST_DELETED = 1000
 """How many deleted keys are remembered."""
@@ -33,17 +33,17 @@ class KeySpec(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """1 for a scalar, 0 for an empty array."""
+        """The number of elements: 1 for a scalar, 0 for an empty array."""
         return math.prod(self.shape)
 
     @property
     def width(self) -> int:
-        """Numbers in a row, which is everything behind the first axis; 1 at least."""
+        """The length of a row (all axes but the first), or 1 if that is 0."""
         return max(math.prod(self.shape[1:]), 1)
 
     @property
     def nbytes(self) -> int:
-        """The size of the values."""
+        """The size of the values in bytes."""
         return self.num_elements * self.dtype.itemsize
 
 
@@ -55,8 +55,8 @@ def width_of(shape: tuple[int, ...]) -> int:
 class Generations:
     """The number of initializations of each key, also of recently deleted ones.
 
-    Only the last deleted keys are remembered, since a script may make and delete keys in every
-    step. A key deleted before those continues above the numbers of all that are forgotten.
+    Only the last deleted keys are remembered, since a script may create and delete keys in every
+    step. A key that was forgotten gets a higher number than all forgotten keys had.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Generations:
         return len(self._present) + len(self._deleted)
 
     def following(self, key: Key) -> int:
-        """Return the number of the next ``init`` of this key, which is not there."""
+        """Return the number of the next ``init`` of a key that is not initialized."""
         return self._deleted.get(key, self._most_forgotten) + 1
 
     def begin(self, key: Key) -> int:
@@ -88,7 +88,7 @@ class Generations:
             self._most_forgotten = max(self._most_forgotten, self._deleted.pop(oldest))
 
     def undo(self, key: Key) -> None:
-        """Forget the generation that was just ended: its values could not be made."""
+        """Forget the generation that just ended, since its values could not be created."""
         number = self._deleted.pop(key, 0)
         if number > 1:
             self._deleted[key] = number - 1

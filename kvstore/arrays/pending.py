@@ -1,11 +1,10 @@
-"""Tracking of calls that still use an array's memory, for lazy arrays.
+"""Track the calls that still use an array's memory, for lazy arrays.
 
-A store that returns before its work is done hands ``begin`` the future of that work. From then
-on every access to one of the arrays waits as long as it must: reading for the calls that write
-there, writing for those that read there too. The stores own all work on values: nothing here
-reads or writes an array, or keeps one in memory. Waits happen on the thread that accesses the
-array; a future's end is noted on the thread that completes it, which is a node's I/O thread.
-Read next: ``mxnet/nd/ndarray.py``, the array that asks.
+If a store's call returns before its work is done, it passes the future of that work to ``begin``.
+From then on, reading one of the arrays waits for the calls that write to it, and writing waits for
+those that read it too. This module does not read or write arrays, nor keep them in memory. The
+thread that accesses an array waits; the end of a call is recorded on the thread that completes its
+future, which is a node's I/O thread. Read next: ``mxnet/nd/ndarray.py``, whose arrays wait.
 
 Source of the idea: the dependency engine of the original (``include/mxnet/engine.h``), where
 every array has a variable and ``wait_to_read`` and ``waitall`` wait for it.
@@ -23,11 +22,11 @@ from pslite.errors import PSError
 from pslite.future import Future
 
 Wait: TypeAlias = Callable[[Future[Any]], Any]
-"""Waits until the future is done; may raise the future's error, or one of its own before."""
+"""A function that waits until the future is done; it may raise the future's error or its own."""
 
 # Guards changes of the tuples of all ``Uses`` and of ``_failed``; never held during a wait.
-# That there is nothing to wait for is read without it: one load of an attribute that is only
-# ever replaced. Re-entrant for the handler of a signal that reads arrays (to save them).
+# Reading these tuples needs no lock, since they are only ever replaced as a whole. Re-entrant,
+# because a signal handler may read arrays (to save them).
 _lock = threading.RLock()
 
 
@@ -37,8 +36,8 @@ class Use:
     __slots__ = ("__weakref__", "_failure", "_is_told", "_work", "_writes")
 
     def __init__(self, future: Future[Any], wait: Wait, *, writes: bool) -> None:
-        # Both in one attribute, so that they vanish at once: a finished use keeps neither the
-        # call's buffers nor its store alive.
+        # Both are in one attribute, so that they are dropped together: a finished use keeps
+        # neither the call's buffers nor its store alive.
         self._work: tuple[Future[Any], Wait] | None = (future, wait)
         self._failure: tuple[BaseException, str] | None = None
         self._is_told = False
@@ -46,25 +45,25 @@ class Use:
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has ended, in whatever."""
+        """Whether the call has ended, with or without an error."""
         return self._work is None
 
     @property
     def has_succeeded(self) -> bool:
         """Whether the call has ended without an error."""
-        # In this order, since it may end meanwhile: it has failed before it is over.
+        # In this order, since the call may end meanwhile: ``end`` sets the failure first.
         return self._work is None and self._failure is None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the call has ended in an error."""
+        """Whether the call has ended with an error."""
         return self._failure is not None
 
     def finish(self) -> None:
-        """Return when the call has ended, in whatever.
+        """Wait until the call has ended, with or without an error.
 
-        Raises what the store's wait raises of itself, such as ``KeyboardInterrupt``; then the
-        call is still under way.
+        Raises other errors of the store's wait, such as ``KeyboardInterrupt``; then the call has
+        not ended.
         """
         work = self._work
         if work is None:
@@ -79,11 +78,11 @@ class Use:
         self.end(future)
 
     def end(self, future: Future[Any]) -> None:
-        """Note how the call ended. Any thread; again is without effect."""
+        """Record how the call ended. Any thread may call; a second call has no effect."""
         if self._work is None:
             return
         error = future.error()
-        if error is not None and self._writes:  # what was only read is as good as before
+        if error is not None and self._writes:  # arrays that were only read are unchanged
             self._failure = (error, future.what)
             with _lock:
                 if not self._is_told:
@@ -98,11 +97,10 @@ class Use:
             _failed.discard(self)
 
     def raise_failure(self, whose: str) -> None:
-        """Raise the call's error; ``whose`` names the arrays. Without one, do nothing.
+        """Raise the call's error, if it has one; ``whose`` names the arrays.
 
         An error of the project is raised as a copy whose text says what it means for the
-        arrays. One that cannot be copied, and what is not an error of the project and so a bug, is
-        raised as it is.
+        arrays. An error that cannot be copied, or of another kind (a bug), is raised as it is.
         """
         if self._failure is None:
             return
@@ -112,7 +110,7 @@ class Use:
             raise error
         try:
             told = copy.copy(error)
-        except TypeError:  # its constructor wants other arguments
+        except TypeError:  # its constructor needs other arguments
             raise error from None
         told.args = (f"{whose} did not get the new values (waiting for {what}): {error}",)
         raise told from error
@@ -124,21 +122,21 @@ class Uses:
     __slots__ = ("reads", "writes")
 
     def __init__(self) -> None:
-        #: Not ended yet, or not noticed yet to have ended. Replaced under ``_lock``.
+        #: Calls that may not have ended yet. Replaced under ``_lock``.
         self.writes: tuple[Use, ...] = ()
         self.reads: tuple[Use, ...] = ()
 
     def settle(self, *, for_writing: bool) -> None:
         """Wait until the memory may be read, or written.
 
-        Raises the first error of a call that should have written there. It is raised once:
-        the next access goes through, to values that are neither all old nor all new.
+        Raises the first error of a call that should have written there. It is raised once. The
+        next access succeeds, but the values may be partly old and partly new.
         """
         writes = self.writes
         reads = self.reads if for_writing else ()
         if len(writes) == 1 and not reads and writes[0].has_succeeded:  # nearly always
             if for_writing:
-                return  # to the next ``begin``, which replaces it
+                return  # the next ``begin`` replaces the tuple
             with _lock:
                 if self.writes is writes:
                     self.writes = ()
@@ -152,10 +150,10 @@ class Uses:
             use.raise_failure("an array")
 
 
-#: Calls under way, in the order in which they began (a dict for its order). Each leaves by
-#: itself when its future completes. Single operations on a dict need no lock.
+#: Unfinished calls, in the order in which they began (a dict for its order). Each is removed
+#: when its future completes. Single operations on a dict need no lock.
 _unfinished: dict[Use, None] = {}
-#: Calls whose error has not been raised yet. They vanish with the last of their arrays.
+#: Calls whose error has not been raised yet. A call is dropped with the last of its arrays.
 _failed: weakref.WeakSet[Use] = weakref.WeakSet()
 
 
@@ -167,19 +165,19 @@ def begin(
 ) -> None:
     """Record that a call has begun to write to, or read from, these arrays.
 
-    ``future`` completes when the values are there (``writes``), or when what is read is not
-    needed any more (``reads``); an error of it is raised where ``writes`` are accessed.
-    ``wait`` is how to wait for it; where the default would block the wrong thread, or say
-    nothing for too long, the store passes its own.
+    ``future`` completes when the values are written (``writes``), or when the arrays are no longer
+    needed (``reads``); its error is raised at the next access to ``writes``. ``wait`` waits for
+    it; a store passes its own function if the default would block the wrong thread or wait too
+    long without a report.
     """
     if future.done() and future.error() is None:
         return
     writes = tuple(writes)
     use = Use(future, wait, writes=bool(writes))
-    _unfinished[use] = None  # before an array can end it
+    _unfinished[use] = None  # before an access to an array can end the use
     with _lock:
         for uses in writes:
-            # What has failed stays until somebody was told.
+            # Failed calls stay until their error has been raised.
             kept = uses.writes and [u for u in uses.writes if not u.has_succeeded]
             uses.writes = (*kept, use) if kept else (use,)
         for uses in reads:
@@ -188,10 +186,10 @@ def begin(
 
 
 def waitall() -> None:
-    """Wait for every call under way that works in any lazy array, also in freed ones.
+    """Wait for all unfinished calls on lazy arrays, including arrays already freed.
 
     Raises the first error that has not been raised yet, and says how many more there are. An
-    array that should have got new values still raises when it is accessed: it did not.
+    array that did not get its new values still raises the error when it is accessed.
     """
     for use in list(_unfinished):
         use.finish()

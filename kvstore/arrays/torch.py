@@ -1,18 +1,17 @@
 """The adapter for PyTorch tensors, and the only import of PyTorch in the project.
 
-A tensor on the CPU is looked at as a NumPy array in its own memory, one on a CUDA device as a
-CuPy array (DLPack); bfloat16, which DLPack gives to neither, as 16-bit integers on the CPU and
-through a copy on the host from a GPU. Any thread may call. ``tests/gpu`` holds the tests of
-CUDA tensors.
+NumPy views a tensor on the CPU without a copy, and CuPy views one on a CUDA device (DLPack). DLPack
+does not support bfloat16 with them: on the CPU, NumPy views such a tensor as 16-bit integers; from
+a GPU it is copied to the host. Any thread may call. Tests of CUDA tensors are in ``tests/gpu``.
 
-**Autograd.** Values are read and written without being recorded, as under ``torch.no_grad()``,
-so a parameter that requires gradients can be filled. Each write counts up the tensor's
-version, as PyTorch's own in-place operations do: a backward pass that needs the old values
-raises its usual error instead of using the new ones.
+**Autograd.** Reads and writes are not recorded, as under ``torch.no_grad()``, so a parameter that
+requires gradients can be filled. Each write increments the tensor's version, as PyTorch's own
+in-place operations do. So a backward pass that needs the old values raises its usual error instead
+of using the new ones.
 
-**Order of work on a GPU.** Reading waits, on the device, for what is queued on PyTorch's
-current stream (DLPack's ``stream`` argument; copies run on that stream). When a call that
-writes returns, the values are there for every stream.
+**Order of work on a GPU.** Reading waits, on the device, for the work queued on PyTorch's current
+stream (DLPack's ``stream`` argument; copies run on that stream). When a call that writes returns,
+every stream sees the new values.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _HOST = Context("cpu", 0)
 
 
 class TorchAdapter(ViewAdapter):
-    """Implements :class:`kvstore.arrays.Adapter`; see there for each promise."""
+    """The adapter of PyTorch tensors; see :class:`kvstore.arrays.Adapter`."""
 
     def shape(self, array: Array) -> tuple[int, ...]:
         return tuple(_plain(array).shape)
@@ -121,7 +120,7 @@ def tensor_of(host: np.ndarray[Any, Any]) -> Array:
 
 
 def _plain(tensor: Any) -> Any:
-    """Return the tensor without its history and subclass; shares its memory."""
+    """Return a plain tensor that shares memory, without autograd history or subclass."""
     import torch
 
     kind = type(tensor)
@@ -140,7 +139,10 @@ def _plain(tensor: Any) -> Any:
 
 
 def _check(plain: Any) -> None:
-    """Raise ``ArgumentTypeError`` for a tensor whose values are not simply there."""
+    """Check that the tensor is dense, of a supported dtype, and can be read.
+
+    Raises ``ArgumentTypeError``.
+    """
     import torch
 
     if plain.layout != torch.strided:
@@ -177,12 +179,12 @@ def _refused(reason: str) -> ArgumentTypeError:
 
 
 def _is_on_gpu(plain: Any) -> bool:
-    """Return whether CuPy can look at it there; it knows no bfloat16."""
+    """Return whether CuPy can view the tensor: on a GPU and not bfloat16."""
     return plain.device.type == "cuda" and str(plain.dtype) != _BFLOAT16
 
 
 def _is_on_host(plain: Any) -> bool:
-    """Return whether NumPy sees the tensor's own memory, its elements as they are."""
+    """Return whether NumPy can view the tensor's memory with unchanged elements."""
     return plain.device.type == "cpu" and not (plain.is_conj() or plain.is_neg())
 
 

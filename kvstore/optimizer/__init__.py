@@ -1,8 +1,8 @@
 """Optimizers: registered names with typed parameters and one update formula each.
 
-``create("sgd", learning_rate=0.1)`` makes one; ``kv.set_optimizer`` hands it to a store. What
-travels to a server is only a name and numbers (``serialize.py``), never code. All of them, with
-their formulas: ``docs/optimizers.md``. Read next: ``base.py``.
+``create("sgd", learning_rate=0.1)`` returns an optimizer; ``kv.set_optimizer`` gives it to a store.
+Only a name and numbers are sent to servers (``serialize.py``), never code. ``docs/optimizers.md``
+lists all optimizers with their formulas. Read next: ``base.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.optimizer.sgd import DCASGD, NAG, SGD, SGLD, SignSGD, Signum, Test,
 from kvstore.optimizer.updater import Updater, get_updater
 
 ccSGD = SGD  # noqa: N816
-"""MXNet's older name of it."""
+"""MXNet's older name of SGD."""
 
 __all__ = [
     "DCASGD",

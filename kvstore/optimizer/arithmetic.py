@@ -1,7 +1,7 @@
 """Steps that update formulas share: rescaling, clipping, decay, means, norms.
 
-Everything works in place on 1-D arrays of the caller, written as NumPy ufuncs with ``out=``
-and ``dtype=``, which CuPy arrays carry out on their device (NEP 13). No threads, no clock.
+All functions work in place on the caller's 1-D arrays. They use NumPy ufuncs with ``out=`` and
+``dtype=``, which CuPy arrays execute on their device (NEP 13). No threads, no clock.
 Read next: ``base.py``, then ``sgd.py``.
 """
 
@@ -22,12 +22,12 @@ DEVICE_NORM_ELEMENTS = 1 << 22
 
 
 def is_on_host(array: Flat) -> bool:
-    """Return whether blocks should fit a processor's cache: the array is NumPy's."""
+    """Return whether the array is NumPy's, so that blocks should fit the cache."""
     return isinstance(array, np.ndarray)
 
 
 def rescale(grad: Flat, factor: float) -> None:
-    """grad *= factor, in place."""
+    """Compute grad *= factor, in place."""
     if factor != 1.0:
         np.multiply(grad, factor, out=grad)
 
@@ -40,14 +40,14 @@ def clip(grad: Flat, limit: float | None) -> None:
 
 
 def add_decay(grad: Flat, weight: Flat, wd: float, scratch: Flat) -> None:
-    """grad += wd * weight, in place; overwrites ``scratch``."""
+    """Compute grad += wd * weight, in place; overwrites ``scratch``."""
     if wd != 0.0:
         np.multiply(weight, wd, out=scratch, dtype=grad.dtype)
         np.add(grad, scratch, out=grad)
 
 
 def descend(weight: Flat, step: Flat) -> None:
-    """Subtract ``step`` from ``weight``, in its dtype, and round once.
+    """Subtract ``step`` from ``weight`` in place, and round once.
 
     The difference is computed in the dtype of ``step`` and rounded to that of ``weight``.
     """
@@ -55,14 +55,14 @@ def descend(weight: Flat, step: Flat) -> None:
 
 
 def move(weight: Flat, step: Flat, velocity: Flat, momentum: float) -> None:
-    """velocity = momentum * velocity - step, then weight += velocity, both in place."""
+    """Compute velocity = momentum * velocity - step; weight += velocity, in place."""
     np.multiply(velocity, momentum, out=velocity)
     np.subtract(velocity, step, out=velocity)
     np.add(weight, velocity, out=weight, dtype=step.dtype)
 
 
 def average(mean: Flat, value: Flat, beta: float, scratch: Flat) -> None:
-    """mean = beta * mean + (1 - beta) * value, in place; overwrites ``scratch``."""
+    """Set mean = beta * mean + (1 - beta) * value, in place; overwrites ``scratch``."""
     np.multiply(mean, beta, out=mean)
     np.multiply(value, 1.0 - beta, out=scratch)
     np.add(mean, scratch, out=mean)
@@ -80,7 +80,7 @@ def average_square(mean: Flat, value: Flat, beta: float, scratch: Flat) -> None:
 
 
 def root(square: Flat, epsilon: float, is_inside: bool, out: Flat) -> None:
-    """out = sqrt(square + epsilon) if ``is_inside`` else sqrt(square) + epsilon."""
+    """Set out = sqrt(square + epsilon) if ``is_inside``, else sqrt(square) + epsilon."""
     if is_inside:
         np.add(square, epsilon, out=out)
         np.sqrt(out, out=out)
@@ -94,12 +94,12 @@ def norm(values: Flat) -> float:
 
     It depends only on the elements and their order.
 
-    Squares are taken in float64 and added within blocks of ``NORM_ELEMENTS`` by NumPy's
-    pairwise sum, and the sums of the blocks one after the other, so neither threads nor the
-    block size of the caller matter. On a GPU the blocks have ``DEVICE_NORM_ELEMENTS`` and are
-    summed and added on the device (CuPy's reduction has a fixed tree for a length, without
-    atomics, but another tree than NumPy's: the last bits may differ from the host's); the
-    host waits once, for the result. Makes one float64 block, on the array's device.
+    Squares are computed in float64. Each block of ``NORM_ELEMENTS`` is added by NumPy's pairwise
+    sum, and then the sums of the blocks one after the other. So threads and the caller's block
+    size do not matter. On a GPU the blocks have ``DEVICE_NORM_ELEMENTS`` and are added on the
+    device. CuPy always adds an array of one length in the same order, but in another order than
+    NumPy, so the last bits may differ from the host's. The host waits once, for the result. The
+    function allocates one float64 block, on the array's device.
     """
     if len(values) == 0:
         return 0.0

@@ -2,12 +2,12 @@
 
 Pure: formulas over arrays that the caller owns; no I/O, no threads, no clock. An optimizer is
 an immutable value, so that a store, its servers and the caller can share one; the arrays that
-change (weight and state) belong to the store. Read next: ``arithmetic.py``, then ``sgd.py``;
-``states.py`` for what is kept of a 16-bit weight.
+change (weight and state) belong to the store. Read next: ``arithmetic.py``, then ``sgd.py``, and
+``states.py`` on the states of 16-bit weights.
 
-Arithmetic is written as NumPy ufuncs with ``out=`` and ``dtype=``: CuPy arrays carry the same
-calls out on their device. Only elementwise operations may be used by an optimizer of scope
-``"element"``, since it sees a key in blocks.
+Arithmetic is written as NumPy ufuncs with ``out=`` and ``dtype=``; CuPy arrays execute the same
+calls on their device. An optimizer of scope ``"element"`` may use only elementwise operations,
+since it gets a key in blocks.
 
 The registry is filled by the decorator ``register`` when a module that holds an optimizer is
 imported; a custom optimizer must be imported by the servers too.
@@ -53,7 +53,7 @@ from kvstore.optimizer.scripted import (
 __all__ = ["ClippedOptimizer", "Number", "Optimizer", "State", "create", "register"]
 
 State = Sequence[Flat]
-"""What an optimizer keeps of some elements: an array for each of ``state_names``."""
+"""The optimizer state of some elements: an array for each of ``state_names``."""
 
 _Self = TypeVar("_Self", bound="Optimizer")
 
@@ -77,42 +77,42 @@ class Optimizer(metaclass=OptimizerKind):
                 np.multiply(grad, self.rate(count), out=grad)
                 np.subtract(weight, grad, out=weight, dtype=grad.dtype)
 
-    Two optimizers are equal when class and parameters are. Fields are annotated ``float``,
-    ``int``, ``bool`` or ``str``, each possibly ``| None``; values are checked and converted,
-    and one that does not fit raises ``OptimizerParameterError``.
+    Two optimizers are equal if their classes and parameters are. Fields are annotated ``float``,
+    ``int``, ``bool`` or ``str``, each possibly ``| None``. Values are checked and converted; an
+    invalid value raises ``OptimizerParameterError``.
 
     Every optimizer also takes, by keyword: ``lr_scheduler``, a schedule of the learning rate;
     ``lr_mult`` and ``wd_mult``, mappings of keys to factors for their learning rate and decay
-    (kept as sorted pairs); ``lazy_update``, whether a row-sparse gradient leaves rows alone that
-    it does not have (else they are updated with a gradient of zero), with None for what MXNet
-    does (``is_lazy``); ``multi_precision``, MXNet's name for float32 masters, which 16-bit weights
-    always have: with False they are refused. Whether a ``base_lr`` of the schedule becomes the
-    ``learning_rate`` or gives way to it say ``rate_counts`` and ``Schedule.gives_way``.
+    (kept as sorted pairs); ``lazy_update``, whether rows without a gradient stay unchanged (if
+    not, they are updated with a gradient of zero; None: as in MXNet, see ``is_lazy``);
+    ``multi_precision``, MXNet's name for float32 masters, which 16-bit weights always have (with
+    False, 16-bit weights are refused). ``rate_counts`` and ``Schedule.gives_way`` decide whether
+    ``learning_rate`` or the schedule's ``base_lr`` is used.
 
-    A subclass written MXNet's way, with ``update(index, weight, grad, state)``, is not one of
-    these: ``scripted.py``.
+    A subclass with MXNet's method ``update(index, weight, grad, state)`` gets another base class:
+    see ``scripted.py``.
     """
 
     scope: ClassVar[str] = "element"
-    """``"element"``: each element is updated by itself. ``"row"``: each row is, which is everything
-    behind a key's first axis (``for_rows``). ``"key"``: needs the whole key (norms)."""
+    """What ``update`` must get at once: ``"element"``, any elements; ``"row"``, whole rows, which
+    are all axes of a key but the first (``for_rows``); ``"key"``, the whole key (for norms)."""
 
     name: ClassVar[str] = ""
     """The registered name: the class's, lower-cased."""
 
     positional: ClassVar[tuple[str, ...]]
-    """Parameters that may be given by position. Where a class does not say: its own fields."""
+    """Parameters that may be given by position; by default, the fields of the class itself."""
 
     rate_counts: ClassVar[str] = "given"
-    """When the learning rate takes the place of a schedule's ``base_lr``: ``"given"``, where it
-    was given; ``"always"``, the class's default too; ``"never"``. Each is so in MXNet 1.9.1."""
+    """When the learning rate replaces a schedule's ``base_lr``, as in MXNet 1.9.1: ``"given"``, if
+    the user gave it; ``"always"``, even the class's default; ``"never"``."""
 
     lazy_stypes: ClassVar[tuple[str, ...]] = ()
-    """Kinds of keys (``"default"``, ``"row_sparse"``) on which updates by rows are lazy, unless
-    ``lazy_update`` says something else: those on which MXNet 1.9.1's are."""
+    """Kinds of keys (``"default"``, ``"row_sparse"``) for which row-sparse updates are lazy if
+    ``lazy_update`` is not given, as in MXNet 1.9.1."""
 
     states: ClassVar[tuple[str, ...]] = ()
-    """The names of what is kept, where they do not depend on the parameters (``state_names``)."""
+    """The names of the state arrays, if they do not depend on parameters (``state_names``)."""
 
     lr_scheduler: Schedule | None = dataclasses.field(default=None, kw_only=True)
     lr_mult: Multipliers = dataclasses.field(default=(), kw_only=True)
@@ -123,25 +123,25 @@ class Optimizer(metaclass=OptimizerKind):
     _factors: dict[Key, tuple[float, float]] = dataclasses.field(
         default_factory=dict, init=False, compare=False, kw_only=True
     )
-    """For each key with multipliers: that of the rate and that of the decay."""
+    """For each key with multipliers: the factors of its learning rate and of its decay."""
 
     _variants: dict[Any, Optimizer] = dataclasses.field(
         default_factory=dict, init=False, compare=False, kw_only=True
     )
-    """What ``for_key`` and ``for_rows`` have made; keys of equal multipliers share one."""
+    """The results of ``for_key`` and ``for_rows``; keys with equal multipliers share one."""
 
     @staticmethod
     def register(klass: Any) -> Any:
-        """MXNet's name of ``kvstore.optimizer.register``."""
+        """Call ``kvstore.optimizer.register``; this is its name in MXNet."""
         return register(klass)
 
     @staticmethod
     def create_optimizer(name: str, **params: Any) -> Any:
-        """MXNet's name of ``kvstore.optimizer.create``."""
+        """Call ``kvstore.optimizer.create``; this is its name in MXNet."""
         return create(name, **params)
 
     def __new__(cls: type[_Self], *args: Any, **params: Any) -> _Self:
-        # Before __init__, whose own error for an unknown name would say nothing of what is known.
+        # Checked before __init__, whose error for an unknown name would not list known names.
         check_known(cls, params)
         made = super().__new__(cls)
         is_given = "learning_rate" in (*params, *positions(cls)[: len(args)])
@@ -199,8 +199,8 @@ class Optimizer(metaclass=OptimizerKind):
     def params(self) -> dict[str, Any]:
         """Return the parameters by name; ``create`` makes an equal optimizer.
 
-        Schedule and multipliers are there when they are set, ``lazy_update`` and
-        ``multi_precision`` when they are not the default. What travels is ``to_plain``.
+        Schedule and multipliers are included if they are set, ``lazy_update`` and
+        ``multi_precision`` if they are not the default. Messages use ``to_plain`` instead.
         """
         values = {name: getattr(self, name) for name in parameter_names(type(self))}
         for name in ("lr_scheduler", "lr_mult", "wd_mult"):
@@ -215,8 +215,8 @@ class Optimizer(metaclass=OptimizerKind):
     def replace(self: _Self, **numbers: Any) -> _Self:
         """Return a copy with other numbers; ``lr`` means ``learning_rate``.
 
-        A new schedule that has a ``base_lr`` brings its learning rate along. Raises
-        ``OptimizerParameterError``, which lists what is known.
+        The ``base_lr`` of a new schedule becomes the learning rate. Raises
+        ``OptimizerParameterError``, which lists the known parameters.
         """
         if "lr" in numbers:
             if "learning_rate" in numbers:
@@ -257,28 +257,29 @@ class Optimizer(metaclass=OptimizerKind):
         return self._factors.get(key, (1.0, 1.0))
 
     def for_rows(self, width: int) -> Optimizer:
-        """Return the optimizer for rows of ``width`` numbers, else itself.
+        """Return the optimizer for rows of ``width`` numbers.
 
-        One of scope ``"row"`` gives one of the same class and state that knows the width, the same
-        object for every call. Its ``update`` gets whole rows, one after the other.
+        An optimizer of scope ``"row"`` returns one of the same class and state names that has this
+        width, the same object in every call; its ``update`` gets whole rows, one after the other.
+        Other optimizers return themselves.
         """
         return self
 
     def block_length(self, length: int, elements: int) -> int:
         """Return how many of ``length`` elements ``update`` gets at a time.
 
-        ``elements`` suits the caches; the result is a multiple of what ``update`` must see
-        at once.
+        ``elements`` is a number that fits the caches. The result is a multiple of what ``update``
+        must get at once.
         """
         return max(length, 1) if self.scope == "key" else elements
 
     def for_key(self, key: Key, width: int | None = None) -> Optimizer:
         """Return the optimizer of one key: itself, unless the key has multipliers.
 
-        With multipliers, one of the same class with both numbers multiplied (the rates of a
-        schedule too) and no multipliers left: the same object for every call and for all keys
-        of equal multipliers. State belongs to both alike. With ``width``, the numbers in a row of
-        the key, what ``for_rows`` gives of it.
+        With multipliers, it returns an optimizer of the same class whose learning rate (schedules
+        too) and decay are multiplied, without multipliers; the same object for every call and for
+        all keys with equal multipliers. Both have the same state. With ``width``, the length of
+        the key's rows, it returns ``for_rows(width)`` of that optimizer.
         """
         factors = self._factors.get(key)
         if factors is None:
@@ -287,10 +288,10 @@ class Optimizer(metaclass=OptimizerKind):
         return found if width is None else found.for_rows(width)
 
     def _variant(self, name: object, make: Callable[[], Optimizer]) -> Optimizer:
-        """Return the result of ``make``, the same object for every call of this ``name``."""
+        """Return the result of ``make``; all calls with this ``name`` return one object."""
         found = self._variants.get(name)
         if found is None:
-            # Two threads may get here at once; both leave with the one that was first.
+            # If two threads get here at once, both return the object that was stored first.
             found = self._variants.setdefault(name, make())
         return found
 
@@ -317,9 +318,10 @@ class Optimizer(metaclass=OptimizerKind):
     # -- arrays ------------------------------------------------------------------------
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raise ``ArgumentTypeError`` unless ``dtype`` is a real float.
+        """Check that weights of ``dtype`` can be updated: real floats.
 
-        And ``NotSupportedError`` for 16-bit ones that are to have no master.
+        Raises ``ArgumentTypeError``, or ``NotSupportedError`` for 16-bit floats with
+        ``multi_precision=False``.
         """
         if not self.multi_precision and accumulation_dtype(dtype) != dtype:
             raise NotSupportedError(
@@ -336,8 +338,8 @@ class Optimizer(metaclass=OptimizerKind):
     def is_lazy(self, stype: str) -> bool:
         """Return whether updates of such a key skip rows without a gradient.
 
-        ``stype`` is the key's, ``"default"`` (dense) or ``"row_sparse"``. Never with norms over
-        the whole key.
+        ``stype`` is the key's kind, ``"default"`` (dense) or ``"row_sparse"``. Optimizers of scope
+        ``"key"`` are never lazy.
         """
         if self.scope == "key":
             return False
@@ -346,7 +348,7 @@ class Optimizer(metaclass=OptimizerKind):
     def state_names(self) -> tuple[str, ...]:
         """Return the names of the state arrays, in order: ``states`` by default.
 
-        A subclass says what it keeps by one of the two or by a ``create_state`` of its own; then
+        A subclass sets ``states``, or overrides this method, or overrides ``create_state``; then
         the names are ``state0``, ``state1`` and so on.
         """
         if type(self).create_state is Optimizer.create_state:
@@ -379,11 +381,11 @@ class Optimizer(metaclass=OptimizerKind):
     def take_over(
         self, previous: Optimizer | None, weight: Flat, state: State, count: int
     ) -> tuple[tuple[Flat, ...], int]:
-        """Return state and update count of a part that this optimizer takes over.
+        """Return state and update count for a part that had another optimizer.
 
-        From one of the same class both stay, whatever the numbers; arrays that only one of
-        the two needs (momentum 0 keeps none) begin at zero or are dropped. From any other,
-        state and count start afresh.
+        If ``previous`` is of the same class, state and count stay, whatever the parameters. State
+        arrays that only one of the two has (such as with momentum 0) are created or dropped. If
+        it is of another class, state and count start again.
         """
         fresh = self.create_state(weight)
         if previous is None or type(previous) is not type(self):
@@ -402,17 +404,17 @@ class ClippedOptimizer(Optimizer):
     clip_gradient: float | None = dataclasses.field(default=None, kw_only=True)
 
     def _clip(self, grad: Flat) -> None:
-        """grad = clip(rescale_grad * grad, clip_gradient), in place."""
+        """Compute grad = clip(rescale_grad * grad, clip_gradient), in place."""
         rescale(grad, self.rescale_grad)
         clip(grad, self.clip_gradient)
 
     def _clip_and_decay(self, grad: Flat, weight: Flat, scratch: Flat) -> None:
-        """grad = clip(rescale_grad * grad, clip_gradient) + wd * weight, in place."""
+        """Set grad = clip(rescale_grad * grad, clip_gradient) + wd * weight, in place."""
         self._clip(grad)
         add_decay(grad, weight, self.wd, scratch)
 
     def _decay_and_clip(self, grad: Flat, weight: Flat, scratch: Flat) -> None:
-        """grad = clip(rescale_grad * grad + wd * weight, clip_gradient), in place."""
+        """Set grad = clip(rescale_grad * grad + wd * weight, clip_gradient), in place."""
         rescale(grad, self.rescale_grad)
         add_decay(grad, weight, self.wd, scratch)
         clip(grad, self.clip_gradient)
@@ -445,11 +447,11 @@ _registry: dict[str, type[Optimizer]] = {}
 
 
 def register(klass: _Class) -> _Class:
-    """Class decorator: make an optimizer known under its class name, lower-cased.
+    """Register an optimizer class under its lower-case name; used as a decorator.
 
-    The same class may be registered again (a module that is loaded again); another class of the
-    same name raises ``ArgumentTypeError``, as does a class that is not a frozen dataclass itself.
-    One that is written MXNet's way (``scripted.py``) takes the place of one of its name.
+    The same class may be registered again (when its module is reloaded). Another class of the same
+    name raises ``ArgumentTypeError``, and so does a class that is not itself a frozen dataclass.
+    A class with MXNet's methods (``scripted.py``) replaces an earlier such class of its name.
     """
     if not isinstance(klass, type):
         raise ArgumentTypeError(f"register needs a class, got {klass!r}")
@@ -458,17 +460,17 @@ def register(klass: _Class) -> _Class:
         register_scripted(klass)
         return klass
     register_in(_registry, klass, name, "optimizer")
-    # In the place of a frozen dataclass's own, whose error says only that it is frozen.
+    # These replace the methods of a frozen dataclass, whose error says only that it is frozen.
     klass.__setattr__ = _refuse_to_set  # type: ignore[assignment, method-assign]
     klass.__delattr__ = _refuse_to_delete  # type: ignore[assignment, method-assign]
     return klass
 
 
 def create(name: str, **params: Any) -> Optimizer:
-    """Return the optimizer registered as ``name`` (in any case) with params.
+    """Create the optimizer registered as ``name`` (case is ignored) with parameters.
 
-    ``"ccsgd"``, which MXNet still has, is ``"sgd"``. Raises ``UnknownOptimizerError`` or
-    ``OptimizerParameterError``, which list what is known. Source of the names:
+    ``"ccsgd"``, an older name in MXNet, means ``"sgd"``. Raises ``UnknownOptimizerError`` or
+    ``OptimizerParameterError``, which list the known names. Source of the names:
     ``mxnet.optimizer.create``.
     """
     if not isinstance(name, str):

@@ -24,17 +24,17 @@ __all__ = ["GroupAdaGrad"]
 @register
 @dataclasses.dataclass(frozen=True)
 class GroupAdaGrad(ClippedOptimizer):
-    """GroupAdaGrad. For each row, which is everything behind the first axis::
+    """GroupAdaGrad. For each row (all axes of a key but the first)::
 
         grad = clip(rescale_grad * grad, clip_gradient)
         history = history + mean(grad * grad over the row)
         weight = weight - learning_rate * grad / sqrt(history + eps)
 
-    With names, numbers and formula of MXNet 1.9.1 (``python/mxnet/optimizer/contrib.py``), which
-    takes weights of two dimensions only; here each number of a 1-D weight is a row. As there,
-    there is no decay: another ``wd`` than 0 is refused. The history of a row is kept beside each
-    of its numbers, since stores cut states as they cut weights. Its dtype is the accumulation
-    dtype, in which the mean is taken too.
+    Names, numbers and formula are those of MXNet 1.9.1 (``python/mxnet/optimizer/contrib.py``),
+    which accepts only weights of two dimensions; here each number of a 1-D weight is a row. As in
+    MXNet, there is no decay: ``wd`` must be 0. The history of a row is stored once for each of its
+    numbers, since stores cut states as they cut weights. History and mean have the accumulation
+    dtype.
     """
 
     scope = "row"
@@ -46,7 +46,7 @@ class GroupAdaGrad(ClippedOptimizer):
     eps: float = not_negative(1e-5)
 
     _width: int = dataclasses.field(default=0, init=False, compare=False)
-    """Numbers in a row, set by ``for_rows``; 0: not known yet."""
+    """The length of a row, set by ``for_rows``; 0: not known yet."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +57,7 @@ class GroupAdaGrad(ClippedOptimizer):
             )
 
     def for_rows(self, width: int) -> Optimizer:
-        """Return itself, as in ``Optimizer``. Rows without numbers count as rows of one."""
+        """Return the optimizer for rows of this width; a width of 0 is treated as 1."""
         width = max(width, 1)
         if width == self._width:
             return self
@@ -70,7 +70,7 @@ class GroupAdaGrad(ClippedOptimizer):
         return self._variant(("width", width), with_width)
 
     def block_length(self, length: int, elements: int) -> int:
-        """Return a multiple of the row's length, as in ``Optimizer``."""
+        """Return how many elements an update gets: a multiple of the row's length."""
         width = max(self._width, 1)
         return max(elements // width, 1) * width
 

@@ -1,9 +1,9 @@
 """Learning-rate schedules: immutable values that map an update number to a rate.
 
-Pure. A schedule keeps no count of its own, unlike MXNet's: the rate depends on the number of
-the update only, so a server that restarts, a key that joins late and a test all see the same.
-Names, parameters and formulas are those of MXNet 1.9.1 (``python/mxnet/lr_scheduler.py``).
-Read next: ``base.py``, whose ``Optimizer.rate`` asks them.
+Pure. Unlike MXNet's, a schedule does not count updates: the rate depends only on the update's
+number. So it is the same after a restart of a server, and for a key that is added later. Names,
+parameters and formulas are those of MXNet 1.9.1 (``python/mxnet/lr_scheduler.py``). Read next:
+``base.py``, whose ``Optimizer.rate`` calls schedules.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ class Schedule:
     Before update number ``warmup_steps`` the rate climbs in equal steps from
     ``warmup_begin_lr`` towards the base rate (mode ``"linear"``) or stays at
     ``warmup_begin_lr`` (``"constant"``). ``base_lr`` None means the learning rate of the
-    optimizer; in MXNet it is 0.01. One that is given may give way to the optimizer's.
+    optimizer; in MXNet it is 0.01. The optimizer's learning rate may replace a given ``base_lr``
+    (``gives_way``).
     """
 
     name: ClassVar[str] = ""
     """The registered name: the class's, lower-cased, without ``scheduler`` at its end."""
 
     gives_way: ClassVar[bool] = True
-    """Whether a learning rate of the optimizer's takes the place of ``base_lr``, as in MXNet."""
+    """Whether the optimizer's learning rate may replace ``base_lr``, as in MXNet."""
 
     positional: ClassVar[tuple[str, ...]]
-    """Parameters that may be given by position. Where a class does not say: its own fields."""
+    """Parameters that may be given by position; by default, the fields of the class itself."""
 
     base_lr: float | None = dataclasses.field(default=None, kw_only=True)
     warmup_steps: int = dataclasses.field(default=0, kw_only=True)
@@ -84,15 +85,18 @@ class Schedule:
         return self.warmup_begin_lr + (base_lr - self.warmup_begin_lr) * count / self.warmup_steps
 
     def __call__(self, num_update: int) -> float:
-        """Return ``rate`` from its own ``base_lr``, or from MXNet's default 0.01."""
+        """Return the rate for the schedule's ``base_lr``, or for MXNet's default 0.01."""
         return self.rate(num_update, 0.01 if self.base_lr is None else self.base_lr)
 
     def decayed(self, count: int, base_lr: float) -> float:
-        """Return the rate after the warm-up, from arguments and parameters only."""
+        """Return the rate after the warm-up; it depends only on arguments and fields."""
         raise NotImplementedError(f"{type(self).__name__} must define decayed()")
 
     def check_base(self, base_lr: float) -> None:
-        """Raise ``OptimizerParameterError`` if a warm-up would begin above ``base_lr``."""
+        """Check that a warm-up begins at ``base_lr`` or below.
+
+        Raises ``OptimizerParameterError``.
+        """
         self._require(
             self.warmup_steps == 0 or self.warmup_begin_lr <= base_lr,
             f"warmup_begin_lr must not exceed the learning rate {base_lr}, got "
@@ -113,7 +117,7 @@ _registry: dict[str, type[Schedule]] = {}
 
 
 def register(cls: _Class) -> _Class:
-    """Decorate a schedule so that it is known by its name.
+    """Register a schedule class under its name; used as a decorator.
 
     See ``kvstore.optimizer.register``.
     """
@@ -140,10 +144,10 @@ def create(name: str, **params: Any) -> Schedule:
 @register
 @dataclasses.dataclass(frozen=True)
 class FactorScheduler(Schedule):
-    """The rate ``base * factor ** k``, k = whole ``step`` updates before.
+    """The rate ``base * factor ** k``, where k = (t - 1) // ``step``, for update t.
 
-    Update number 1 to ``step`` have the base rate, the next ``step`` that times ``factor``,
-    and so on, never less than ``stop_factor_lr``. The warm-up's updates count too.
+    Updates 1 to ``step`` have the base rate, the next ``step`` updates this rate times ``factor``,
+    and so on. The rate is never reduced below ``stop_factor_lr``. Updates of the warm-up count.
     """
 
     positional: ClassVar[tuple[str, ...]] = (
@@ -171,7 +175,7 @@ class FactorScheduler(Schedule):
 @register
 @dataclasses.dataclass(frozen=True)
 class MultiFactorScheduler(Schedule):
-    """The rate ``base * factor ** k``, k = entries of ``step`` below t.
+    """The rate ``base * factor ** k``; k is how many entries of ``step`` are below t.
 
     ``step`` is a list of update numbers, each larger than the one before; kept as a tuple.
     """
@@ -199,7 +203,7 @@ class MultiFactorScheduler(Schedule):
 class _UntilMaximum(Schedule):
     """A schedule that ends with ``final_lr`` at update number ``max_update``.
 
-    MXNet's compute with the ``base_lr`` that they were made with, whatever the optimizer's rate.
+    As in MXNet, a ``base_lr`` given to such a schedule is used, not the optimizer's rate.
     """
 
     gives_way: ClassVar[bool] = False
@@ -215,7 +219,7 @@ class _UntilMaximum(Schedule):
         )
 
     def _progress(self, count: int) -> float:
-        """0.0 where the warm-up ends, 1.0 at ``max_update`` and after it."""
+        """Return 0.0 at the end of the warm-up, rising to 1.0 at ``max_update``."""
         done = min(max(count, self.warmup_steps), self.max_update) - self.warmup_steps
         return done / (self.max_update - self.warmup_steps)
 
@@ -271,12 +275,12 @@ class CosineScheduler(_UntilMaximum):
 @register
 @dataclasses.dataclass(frozen=True)
 class ScaledScheduler(Schedule):
-    """A ``factor`` times another schedule that starts from ``start_lr``.
+    """The rates of another schedule with base ``start_lr``, times ``factor``.
 
     The factor applies to the warm-up too.
 
-    What the learning-rate multiplier of a key makes of a schedule: the rates of the schedule
-    are multiplied, not its base, so that final and smallest rates scale too (as in MXNet).
+    It is used for a key with a learning-rate multiplier. The multiplier applies to the schedule's
+    rates, not to its base, so that final and smallest rates are multiplied too (as in MXNet).
     """
 
     schedule: Schedule

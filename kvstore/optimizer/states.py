@@ -1,10 +1,10 @@
 """Optimizer state of one weight: its arrays and, for 16 bits, a float32 master.
 
-float16 and bfloat16 weights are too coarse to be added to: near 1, a float16 has steps of 0.001,
-and what is less than half of that is lost. So wherever an optimizer updates such a weight, a
-float32 copy of it, the **master**, is the last array of its state. The optimizer updates the
-master, and the weight is what the master rounds to, always. An optimizer knows nothing of this; it
-sees a float32 weight. All who keep state come here in place of the optimizer's own methods. Other
+float16 and bfloat16 weights are too coarse for small updates: near 1, a float16 has steps of 0.001,
+and an update of less than half a step is lost. So if an optimizer updates such a weight, the last
+array of its state is a float32 copy, the **master**. The optimizer updates the master, and the
+weight is always the rounded master. An optimizer does not know about this; it sees a float32
+weight. Code that keeps state calls these functions instead of the optimizer's own methods. Other
 dtypes have no master.
 
 Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3.1; MXNet's
@@ -30,7 +30,7 @@ MASTER = "master"
 """The name of the master among the states, in files too."""
 
 _BLOCK_ELEMENTS = 65536
-"""Elements that are rounded at a time: 128 KiB of 16-bit floats."""
+"""How many elements are rounded at a time: 128 KiB of 16-bit floats."""
 
 
 def has_master(dtype: np.dtype[Any]) -> bool:
@@ -39,7 +39,7 @@ def has_master(dtype: np.dtype[Any]) -> bool:
 
 
 def state_names(optimizer: Optimizer, dtype: np.dtype[Any]) -> tuple[str, ...]:
-    """Return names of the arrays that are kept for weights of ``dtype``, in order."""
+    """Return the names of the state arrays for weights of ``dtype``, in order."""
     names = optimizer.state_names()
     return (*names, MASTER) if has_master(dtype) else names
 
@@ -66,10 +66,10 @@ def take_over(
     state: Sequence[Flat],
     count: int,
 ) -> tuple[tuple[Flat, ...], int]:
-    """Return state and update count of a weight that ``optimizer`` takes over.
+    """Return state and update count for a weight that gets another optimizer.
 
-    As ``Optimizer.take_over``. A master stays, whatever the optimizers; it is made from the weight
-    where ``state`` is empty.
+    It does what ``Optimizer.take_over`` does, and always keeps the master. If ``state`` is empty,
+    the master is created from the weight.
     """
     if not has_master(weight.dtype):
         return optimizer.take_over(previous, weight, state, count)
@@ -79,10 +79,10 @@ def take_over(
 
 
 def restored(optimizer: Optimizer | None, weight: Flat, saved: Sequence[Flat]) -> tuple[Flat, ...]:
-    """Return the state of ``weight``, on the host, from arrays that were saved.
+    """Return the state of ``weight``, on the host, from saved arrays.
 
-    A master that was not saved is made from the weight, and one of another weight is corrected
-    (``follow``). Arrays of ``saved`` are only read; all others are new.
+    If the master was not saved, it is created from the weight; if it belongs to other values, it
+    is corrected (``follow``). Arrays of ``saved`` are only read, and may be part of the result.
     """
     if optimizer is None or not has_master(weight.dtype):
         return tuple(saved)
@@ -95,10 +95,10 @@ def restored(optimizer: Optimizer | None, weight: Flat, saved: Sequence[Flat]) -
 
 
 def follow(weight: Flat, master: Flat) -> None:
-    """Set ``master`` to ``weight`` where it does not round to it, in place.
+    """Set ``master`` to ``weight`` in place, where it does not round to ``weight``.
 
-    For weights that somebody else may have set. Both are 1-D and of one length; the bits are
-    compared, so a NaN equals itself.
+    This is needed if the weight may have been set without the master. Both are 1-D and of one
+    length. Bits are compared, so a NaN equals itself.
     """
     step = min(len(weight), _BLOCK_ELEMENTS)
     block = np.empty(step, weight.dtype)

@@ -1,23 +1,23 @@
 """Sum contributions and apply them: the arithmetic of every store, on flat arrays.
 
-No I/O, no threads, no clock. Computed by NumPy, or with the same bits by the compiled kernels of
-``kernels.py``, where they are built and cover the case. The local stores and the servers of the
-distributed ones use the same functions, which is why both give the same bits. A function may run
-on any thread as long as no other thread touches the same arrays or the same :class:`Workspace`.
+No I/O, no threads, no clock. NumPy computes, or the compiled kernels of ``kernels.py`` do with the
+same bits, if they are built and cover the case. Local stores and servers of distributed stores use
+the same functions, so both give the same bits. A function may run on any thread as long as no
+other thread uses the same arrays or the same :class:`Workspace`.
 Read next: ``optimizer/base.py``.
 
 **Order.** Contributions are added left to right, ((c0 + c1) + c2) + ..., in rank order for a
 server and in list order for a device list. Every operation is elementwise, so neither the size
 of the blocks nor cutting a key into parts can change a bit.
 
-**Blocks.** Arrays are worked on in blocks that stay in the processor's cache: one block of all
-contributions is added, then updated, then the next. Whole-array NumPy calls would carry each
+**Blocks.** Arrays are processed in blocks that stay in the processor's cache: one block of all
+contributions is added and updated, then the next. Calls of NumPy on whole arrays would move each
 operand through memory once per operation.
 
-**Dtypes.** float16 and bfloat16 are added in float32 and rounded once at the end; what an optimizer
-updates is their float32 master (``optimizer/states.py``), which they are rounded from. float32,
-float64, integers (which wrap), bool (logical or) and complex stay what they are.
-Overflow and NaN follow IEEE 754 without warnings: a training run that diverges shows it in its
+**Dtypes.** float16 and bfloat16 are added in float32 and rounded once at the end. An optimizer
+updates their float32 master weight (``optimizer/states.py``), and the weight is rounded from it.
+float32, float64, integers (which wrap), bool (logical or) and complex are added in their own dtype.
+Overflow and NaN follow IEEE 754 without warnings; a training run that diverges shows it in its
 loss.
 """
 
@@ -62,7 +62,7 @@ class Workspace:
         self._others: dict[int, Workspace] = {}
 
     def of(self, number: int) -> Workspace:
-        """Return the workspace of a thread, the same for a number; 0 is this one."""
+        """Return the workspace with this number, always the same; 0 is this workspace."""
         if not number:
             return self
         return self._others.setdefault(number, Workspace())
@@ -83,14 +83,14 @@ class Workspaces:
         self._free: list[Workspace] = []  # append and pop are atomic
 
     def take(self) -> Workspace:
-        """Take one for exclusive use until ``give`` returns it."""
+        """Return a workspace that is the caller's alone until ``give``."""
         try:
             return self._free.pop()
         except IndexError:
             return Workspace()
 
     def give(self, workspace: Workspace) -> None:
-        """Return a workspace for reuse."""
+        """Take back a workspace for reuse."""
         self._free.append(workspace)
 
 
@@ -105,8 +105,9 @@ def sum_in_order(
 
     All arrays are 1-D on the host, of one length; contributions share one dtype and are only
     read, before the call returns. ``out`` is the caller's and may be ``contributions[0]``
-    itself; it must not overlap any other. ``workspace`` saves allocations where the dtypes
-    need scratch space. Raises ``ValueMismatchError`` for none, or for unequal lengths.
+    itself; it must not overlap any other. ``workspace`` saves allocations if the dtypes need
+    scratch space. Raises ``ValueMismatchError`` if there are no contributions, or if lengths or
+    dtypes differ.
     """
     _check(contributions, out)
     if kernels.add_up(contributions, out):
@@ -137,16 +138,16 @@ def apply_round(
 ) -> None:
     """Apply one complete round to a key or to one part of it, in place.
 
-    Without an optimizer ``weight`` is set to the sum; it never accumulates. With one, each
-    block of the sum goes to ``optimizer.update`` with the same block of ``weight`` (for 16 bits
-    of the master, the last of ``state``, which is rounded to ``weight``) and of each array of
-    ``state``, in one pass. ``count`` is the update's own number, from 1.
+    Without an optimizer ``weight`` is set to the sum; it never accumulates. With an optimizer, one
+    pass calls ``optimizer.update`` with each block of the sum, and the same block of ``weight`` and
+    of each array of ``state``. For 16-bit weights it gets the master, the last array of ``state``,
+    and ``weight`` is rounded from it. ``count`` is the number of this update, from 1.
 
     ``weight``, ``contributions`` and the arrays of ``state`` are 1-D on the host and of one
     length; ``weight`` and contributions share one dtype. ``weight`` and ``state`` are the
     caller's, are changed in place and must not overlap a contribution; contributions are only
-    read, before the call returns. An optimizer sees no less of them than its scope says.
-    ``outs``, like ``weight``, get the new values too, while they are in the cache. Raises
+    read, before the call returns. They must be as long as the optimizer's scope requires. The new
+    values are also written to ``outs``, arrays like ``weight``, while they are in the cache. Raises
     ``ValueMismatchError`` as ``sum_in_order`` does, and what the optimizer raises.
     """
     _check(contributions, weight)
@@ -177,8 +178,8 @@ def add_up(contributions: Sequence[np.ndarray[Any, Any]], total: np.ndarray[Any,
 
     All are NumPy arrays of one shape, any number of dimensions, and are the caller's; nothing
     is checked. ``total`` may be ``contributions[0]`` itself and must not overlap any other.
-    Within ``np.errstate(all="ignore")``: the steps of ``apply_round``, for those who choose
-    their own blocks.
+    Call it within ``np.errstate(all="ignore")``. With ``update_block`` it does the work of
+    ``apply_round``, for callers that choose their own blocks.
     """
     first = contributions[0]
     if len(contributions) == 1:
@@ -203,8 +204,8 @@ def update_block(
 ) -> None:
     """Update one block of ``weight`` and ``state`` from its summed gradient, in place.
 
-    As ``apply_round``; ``gradient`` is slot 0 of ``workspace``, in the accumulation dtype, and
-    is overwritten. Nothing is checked.
+    Arguments are as in ``apply_round``. ``gradient`` is slot 0 of ``workspace``, in the
+    accumulation dtype, and is overwritten. Nothing is checked.
     """
     scratch = workspace.block(1, gradient.dtype, len(gradient))
     if weight.dtype == gradient.dtype:
@@ -222,7 +223,7 @@ def _blocks(length: int, block_elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _check(contributions: Sequence[Flat], out: Flat) -> None:
-    # NumPy would spread a contribution of length 1 over the whole block without a word.
+    # NumPy would broadcast a contribution of length 1 to the whole block without an error.
     if not contributions:
         raise ValueMismatchError("a sum needs at least one contribution, got none")
     for contribution in contributions:

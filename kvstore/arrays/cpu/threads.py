@@ -1,15 +1,15 @@
 """The thread pool that all stores of a process share for arithmetic on the host.
 
-``Cores.run`` deals a list of tasks out to the caller and to helper threads. It knows nothing of
-arrays: what may run at the same time, and why that changes no result, is
-``stores/local/blocks.py``'s business. ``shared`` gives the process its one ``Cores``, made at the
-first use, with as many threads as the process may use cores; the helpers start when there is work
-for them, are daemons, and sleep while there is none. A forked child makes its own. Importing this
-starts nothing.
+``Cores.run`` distributes a list of tasks over the caller and helper threads. It does not know
+about arrays; ``stores/local/blocks.py`` decides what may run at the same time. ``shared`` returns
+the one ``Cores`` of the process. It is created at the first use, with as many threads as the
+process may use cores, at most ``MOST_THREADS``. Helpers are daemon threads; they start when there
+is work for them, and sleep when there is none. A forked child creates its own. Importing this
+module starts no thread.
 
 The caller always takes part and could do everything alone, so a call never waits for a helper
-that is busy elsewhere, and a task may itself call ``run``. Hand-overs cost some ten
-microseconds each: one for a helper and a call, however many tasks there are.
+that is busy elsewhere, and a task may itself call ``run``. Waking a helper costs some ten
+microseconds, once for each helper and call, however many tasks there are.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pslite import Config
 Task = Callable[[], object]
 
 MOST_THREADS = 8
-"""Unless the setting says otherwise: beyond this, blocks wait for each other's interpreter lock."""
+"""The default limit: with more threads, they wait for each other's interpreter lock."""
 
 
 class Failure(NamedTuple):
     """The reason why a call of ``run`` did not finish all of its tasks."""
 
     error: BaseException
-    """Of the first task in the list that raised."""
+    """The error of the first task in the list that raised."""
     not_done: frozenset[int]
-    """The tasks that raised or had not begun by then: the others were done."""
+    """The tasks that raised or did not begin; the others were done."""
     not_begun: frozenset[int]
 
 
@@ -54,9 +54,9 @@ class Cores:
     def run(self, tasks: Sequence[Task]) -> Failure | None:
         """Run all tasks, in any order and in parallel; return when all have ended.
 
-        After one that raises no others are begun. Warnings of NumPy's arithmetic are off in
-        them. Raises ``KeyboardInterrupt`` and its like when they come to the calling thread,
-        not before the other threads have finished what they are at.
+        After a task has raised, no other begins. NumPy's arithmetic warnings are off in tasks. If
+        ``KeyboardInterrupt`` is raised in the calling thread, ``run`` raises it after
+        the other threads have finished their current tasks.
         """
         if self.num_threads == 1 or len(tasks) < 2:
             with np.errstate(all="ignore"):
@@ -74,7 +74,7 @@ class Cores:
         return batch.end()
 
     def _ready_helpers(self, wanted: int) -> int:
-        """Return how many helpers there are, after more were started if they are wanted."""
+        """Start helpers if more are wanted, and return how many there are."""
         if self._num_helpers >= min(wanted, self.num_threads - 1):
             return self._num_helpers
         with self._lock:
@@ -84,7 +84,7 @@ class Cores:
                 helper.daemon = True
                 try:
                     helper.start()
-                except RuntimeError:  # the interpreter is ending, or the system gives no more
+                except RuntimeError:  # the interpreter is ending, or the system has no more threads
                     break
                 self._num_helpers += 1
             return self._num_helpers
@@ -108,7 +108,7 @@ class _Batch:
         self._tasks = deque(enumerate(tasks))
         self._errors: list[tuple[int, BaseException]] = []
         self._not_begun: list[tuple[int, Task]] = []
-        # Guards the next two: who comes when the caller has left does nothing.
+        # Guards the next two: a helper that comes after the caller has left does nothing.
         self._lock = threading.Lock()
         self._num_helping = 0
         self._is_over = False
@@ -116,7 +116,7 @@ class _Batch:
         self._is_idle.acquire()
 
     def help(self) -> None:
-        """Take part in the work, on a helper thread, unless it is over already."""
+        """Run tasks on a helper thread, unless the call has already ended."""
         with self._lock:
             is_late = self._is_over
             self._num_helping += not is_late
@@ -129,7 +129,7 @@ class _Batch:
                 self._is_idle.release()
 
     def take_part(self) -> None:
-        """Run tasks until all are done."""
+        """Run tasks until none is left."""
         while True:
             try:
                 index, task = self._tasks.popleft()
@@ -142,7 +142,7 @@ class _Batch:
                 self.give_up()
 
     def end(self) -> Failure | None:
-        """Wait until the helpers have done their parts; on the caller's thread."""
+        """Wait on the caller's thread until the helpers have finished; return a failure."""
         interrupt: BaseException | None = None
         with self._lock:
             self._is_over = True
@@ -163,7 +163,7 @@ class _Batch:
         return Failure(first, not_begun | {index for index, _ in self._errors}, not_begun)
 
     def give_up(self) -> None:
-        """Begin no more tasks."""
+        """Take away all tasks that have not begun."""
         while True:
             try:
                 self._not_begun.append(self._tasks.popleft())
@@ -183,7 +183,7 @@ _by_process: dict[int, Cores] = {}
 
 
 def shared() -> Cores:
-    """Return the ``Cores`` of this process; the first call's setting is used."""
+    """Return the ``Cores`` of this process, with the settings of the first call."""
     process = os.getpid()
     found = _by_process.get(process)
     if found is None:
