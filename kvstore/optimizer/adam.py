@@ -1,7 +1,7 @@
 """Update weights by Adam, AdamW, AdaMax or Nadam.
 
-AdamW decays weights apart from the gradient. AdaMax takes the largest gradient so far in place of
-the root of a mean. Nadam adds Nesterov's momentum, whose strength follows a schedule of its own.
+AdamW decays weights separately from the gradient. AdaMax uses the largest gradient so far instead
+of the root of a mean. Nadam adds Nesterov's momentum, which follows its own schedule.
 Pure formulas; see ``base.py`` for the contract. Read next: ``adaptive.py``.
 """
 
@@ -20,12 +20,12 @@ from kvstore.optimizer.base import ClippedOptimizer, State, register
 from kvstore.optimizer.parameters import not_negative, unit
 
 BETAS = ("learning_rate", "beta1", "beta2", "epsilon")
-"""What Adam and its kin take by position first."""
+"""The first positional parameters of Adam and its variants."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MomentsOptimizer(ClippedOptimizer):
-    """The base of Adam and its variants: means of gradient and square."""
+    """The base of Adam and its variants: running means of gradients and their squares."""
 
     rate_counts = "always"
     states = ("mean", "var")
@@ -74,13 +74,13 @@ class Adam(MomentsOptimizer):
         rate = learning_rate * sqrt(1 - beta2 ** t) / (1 - beta1 ** t)
         weight = weight - rate * mean / (sqrt(var) + epsilon)
 
-    Here the decay is added before clipping, unlike in SGD. Both are so in MXNet 1.9.1, whose
-    numbers, defaults and formula these are (``AdamUpdateKernel`` in
-    ``src/operator/optimizer_op-inl.h``); MXNet 2 clips first in both. The bias correction sits
-    in the rate, so ``epsilon`` is added to the uncorrected root (end of section 2 of
-    Kingma and Ba, arXiv 1412.6980). With ``epsilon_corrected`` it is added to the corrected
-    root, ``sqrt(var / (1 - beta2 ** t)) + epsilon``, as in the paper's algorithm 1 and in
-    PyTorch. t counts the updates of the part, not of the store.
+    Numbers, defaults and formula are those of MXNet 1.9.1 (``AdamUpdateKernel`` in
+    ``src/operator/optimizer_op-inl.h``). As there, the decay is added before clipping in Adam, but
+    after it in SGD; MXNet 2 clips first in both. The rate includes the bias correction, so
+    ``epsilon`` is added to the uncorrected root (end of section 2 of Kingma and Ba, arXiv
+    1412.6980). With ``epsilon_corrected`` it is added to the corrected root,
+    ``sqrt(var / (1 - beta2 ** t)) + epsilon``, as in the paper's algorithm 1 and in PyTorch. t
+    counts the updates of the part, not of the store.
     """
 
     positional = (*BETAS, "lazy_update")
@@ -119,11 +119,10 @@ class AdamW(MomentsOptimizer):
         weight = weight - rate * (mean / (sqrt(var) + epsilon) + wd * weight)
 
     Loshchilov and Hutter, arXiv 1711.05101, in the form of MXNet's class ``AdamW`` (2.0;
-    1.9.1 has its kernel only, ``src/operator/contrib/adamw-inl.h``): the decay is multiplied
-    by the rate with its correction, so it starts small. With ``decay_corrected`` False
-    ``learning_rate`` alone multiplies it, as in the paper and in PyTorch.
-    ``correct_bias`` False leaves the correction out of the rate (BERT's Adam);
-    ``epsilon_corrected`` is as in ``Adam``, and means nothing without the correction.
+    1.9.1 has only its kernel, ``src/operator/contrib/adamw-inl.h``): the decay is multiplied
+    by the corrected rate, so it starts small. With ``decay_corrected`` False it is multiplied only
+    by ``learning_rate``, as in the paper and in PyTorch. With ``correct_bias`` False the rate is
+    not corrected (BERT's Adam); then ``epsilon_corrected``, which is as in ``Adam``, has no effect.
     """
 
     positional = (*BETAS, "correct_bias")
@@ -176,9 +175,9 @@ class Adamax(MomentsOptimizer):
         largest = max(beta2 * largest, abs(grad) + epsilon)
         weight = weight - learning_rate / (1 - beta1 ** t) * mean / largest
 
-    Kingma and Ba, arXiv 1412.6980, section 7, with the numbers of MXNet 1.9.1. That has no
-    ``epsilon``, so an element whose gradients have all been zero becomes 0 / 0; here and in
-    PyTorch it stays as it is. ``epsilon=0`` gives MXNet 1.9.1.
+    Kingma and Ba, arXiv 1412.6980, section 7, with the numbers of MXNet 1.9.1. MXNet has no
+    ``epsilon``, so an element whose gradients were all zero becomes 0 / 0; here and in PyTorch it
+    does not change. ``epsilon=0`` gives MXNet's result.
     """
 
     positional = ("learning_rate", "beta1", "beta2")
@@ -215,7 +214,7 @@ class Nadam(MomentsOptimizer):
 
     Dozat, "Incorporating Nesterov momentum into Adam" (ICLR workshop 2016), with the numbers
     of MXNet 1.9.1 and the formula of both MXNet and PyTorch. MXNet keeps one product for all
-    keys, which shrinks with the number of keys; here it depends on t only.
+    keys, which shrinks faster with more keys; here it depends only on t.
     """
 
     positional = (*BETAS, "schedule_decay")
@@ -241,10 +240,10 @@ class Nadam(MomentsOptimizer):
 
 
 NEGLIGIBLE = 1e-20
-"""One minus anything smaller is 1.0, so the rest of a product need not be multiplied out."""
+"""One minus a smaller product is 1.0, so further factors are not needed."""
 
 STRIDE = 1024
-"""Factors that are multiplied out in one go, and kept."""
+"""How many factors one cached product has."""
 
 
 def _momentum(beta1: float, decay: float, count: int) -> float:
@@ -253,7 +252,7 @@ def _momentum(beta1: float, decay: float, count: int) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _product(beta1: float, decay: float, count: int) -> float:
-    """Return mu(1) * ... * mu(count), 0.0 once negligible.
+    """Return mu(1) * ... * mu(count), or 0.0 if that is negligible.
 
     The bits do not depend on earlier calls.
     """

@@ -1,8 +1,9 @@
 """Update weights by AdaGrad, AdaDelta or RMSProp.
 
 AdaGrad divides steps by the root of the sum of all squared gradients, RMSProp (plain and centered)
-by the root of a running mean of them. AdaDelta takes both from running means, so that steps have
-the units of the weight. Pure formulas; see ``base.py`` for the contract. Read next: ``ftrl.py``.
+by the root of their running mean. AdaDelta also multiplies by the root of a running mean of squared
+steps, so that steps have the units of the weight. Pure formulas; see ``base.py`` for the contract.
+Read next: ``ftrl.py``.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class AdaDelta(ClippedOptimizer):
         moved = rho * moved + (1 - rho) * delta * delta
         weight = weight - learning_rate * (delta + wd * weight)
 
-    Zeiler, arXiv 1212.5701, with numbers and formula of MXNet 1.9.1, which has no learning
-    rate here (it ignores one): its formula is that of ``learning_rate`` 1, the default.
+    Zeiler, arXiv 1212.5701, with numbers and formula of MXNet 1.9.1. MXNet ignores the learning
+    rate; its formula is the one with ``learning_rate`` 1, the default here.
     ``decoupled_decay`` False adds ``wd * weight`` to the clipped gradient instead, as MXNet 2
     and PyTorch do.
     """
@@ -126,7 +127,7 @@ class RMSProp(ClippedOptimizer):
     and Hinton's (Coursera 2012, lecture 6e), the centered one Graves' (arXiv 1308.0850,
     equations 38 to 45); numbers, defaults and formulas are those of MXNet 1.9.1.
     ``epsilon_inside`` False adds ``epsilon`` to the root instead, as PyTorch does; ``gamma2``
-    is its momentum. A variance that rounding brought below 0 counts as 0.
+    is its momentum. A variance below 0, due to rounding, is treated as 0.
     """
 
     positional = ("learning_rate", "gamma1", "gamma2", "epsilon", "centered", "clip_weights")

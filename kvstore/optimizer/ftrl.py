@@ -1,7 +1,7 @@
 """Follow-the-leader optimizers: FTRL-Proximal and FTML.
 
-Both keep sums from which the weight follows again at each update. Pure formulas; see ``base.py``
-for the contract. Read next: ``sgd.py``.
+Both keep sums of gradients and compute the weight from them in each update. Pure formulas; see
+``base.py`` for the contract. Read next: ``sgd.py``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Ftrl(ClippedOptimizer):
 
     McMahan et al., "Ad Click Prediction: a View from the Trenches" (KDD 2013), algorithm 1,
     with names and defaults of MXNet 1.9.1 (``lamda1`` is the L1 strength, ``wd`` the L2 one).
-    The weight follows from ``z`` and ``n`` alone: its first value counts for the gradients
-    only, and changing ``learning_rate`` on the way changes all weights. A rate of 0 (the
-    multiplier of a frozen key) leaves everything unchanged, where MXNet makes NaN.
+    The weight is computed from ``z`` and ``n`` alone. So its initial value matters only for
+    gradients, and a new ``learning_rate`` changes all weights. With a rate of 0 (the multiplier of
+    a frozen key) nothing changes; MXNet would compute NaN.
     """
 
     positional = ("lamda1", "learning_rate", "beta")
@@ -60,7 +60,7 @@ class Ftrl(ClippedOptimizer):
         np.divide(scratch, rate, out=scratch)
         np.multiply(scratch, weight, out=scratch, dtype=scratch.dtype)
         np.subtract(z, scratch, out=z)
-        # grad holds sqrt(n) from here on; clip(z) - z is 0 where z lies within the limits.
+        # grad holds sqrt(n) from here on; clip(z) - z is 0 where z is within the limits.
         np.add(grad, self.beta, out=grad)
         np.divide(grad, rate, out=grad)
         np.add(grad, self.wd, out=grad)
@@ -83,8 +83,8 @@ class FTML(ClippedOptimizer):
 
     Zheng and Kwok, "Follow the Moving Leader in Deep Learning" (ICML 2017), with numbers, defaults
     and formula of MXNet 1.9.1 (``FTMLKernel`` in ``src/operator/optimizer_op-inl.h``). A rate of 0
-    (the multiplier of a frozen key) leaves everything unchanged, where MXNet makes NaN. With an
-    ``epsilon`` of 0, elements that never had a gradient become NaN, as in MXNet.
+    (the multiplier of a frozen key) changes nothing; MXNet would compute NaN. With an ``epsilon``
+    of 0, elements that never had a gradient become NaN, as in MXNet.
     """
 
     positional = ("beta1", "beta2", "epsilon")

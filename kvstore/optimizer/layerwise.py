@@ -1,8 +1,8 @@
 """Update weights by LARS, LAMB or LBSGD, which scale steps for each key.
 
-LARS scales SGD's learning rate by the ratio of two norms, LAMB scales Adam's step to the norm of
-the weight. LBSGD emulates large batches by adding gradients up; one of its strategies takes norms.
-All see whole keys (scope ``"key"``). Pure formulas; see ``base.py`` for the contract. Read next:
+LARS multiplies SGD's learning rate by the ratio of two norms. LAMB scales Adam's step to the norm
+of the weight. LBSGD emulates large batches by adding gradients; one of its strategies uses norms.
+All need whole keys (scope ``"key"``). Pure formulas; see ``base.py`` for the contract. Read next:
 ``updater.py``.
 """
 
@@ -22,7 +22,7 @@ from kvstore.optimizer.parameters import not_negative, positive
 from kvstore.optimizer.sgd import MomentumOptimizer
 
 UNSCALED = ("gamma", "beta", "bias")
-"""Keys whose names end so have a learning rate that is not scaled (MXNet 1.9.1)."""
+"""The learning rate is not scaled for keys with these name endings (MXNet 1.9.1)."""
 
 
 @register
@@ -32,7 +32,7 @@ class LARS(MomentumOptimizer):
 
         grad = rescale_grad * grad
         ratio = eta * norm(weight) / (norm(grad) + wd * norm(weight) + eps)
-        ratio = 1 where one of the norms is 0, or the name ends in gamma, beta or bias
+        ratio = 1 if one of the norms is 0, or the name ends in gamma, beta or bias
         grad = clip(grad, clip_gradient) + wd * weight
         mom = m * mom - learning_rate(t) * ratio * grad
         weight = weight + mom
@@ -41,8 +41,8 @@ class LARS(MomentumOptimizer):
     (``python/mxnet/optimizer/optimizer.py``, ``src/operator/contrib/multi_lars-inl.h``). m is
     ``momentum``; under a schedule with ``momentum_correction`` it is
     ``momentum * learning_rate(t) / learning_rate(t - 1)`` (arXiv 1706.02677, section 3, remark
-    2), where that divisor is not 0. With momentum 0 there is no state. ``adapt`` False makes
-    the ratio 1; ``for_key`` sets it for the names above.
+    2), unless the divisor is 0. With momentum 0 there is no state. With ``adapt`` False the ratio
+    is 1; ``for_key`` does this for the names above.
     """
 
     scope = "key"
@@ -54,7 +54,7 @@ class LARS(MomentumOptimizer):
     adapt: bool = True
 
     def for_key(self, key: Key, width: int | None = None) -> Optimizer:
-        """As in ``Optimizer``; keys named like biases get one that does not adapt."""
+        """Return the optimizer of a key, without adapting if its name is in ``UNSCALED``."""
         found = super().for_key(key)
         is_unscaled = isinstance(key, str) and key.endswith(UNSCALED)
         if not (is_unscaled and isinstance(found, LARS) and found.adapt):
@@ -97,13 +97,13 @@ class LAMB(MomentsOptimizer):
         var = beta2 * var + (1 - beta2) * grad * grad
         step = mean / (1 - beta1 ** t) / (sqrt(var / (1 - beta2 ** t)) + epsilon) + wd * weight
         size = min(max(norm(weight), lower_bound), upper_bound)
-        ratio = size / norm(step), or 1 where one of the two is 0
+        ratio = size / norm(step), or 1 if one of the two is 0
         weight = weight - learning_rate * ratio * step
 
     You et al., arXiv 1904.00962, algorithm 2, with names, defaults and formula of MXNet 1.9.1
     (``LambUpdatePhaseOneKernel`` and ``...TwoKernel`` in ``src/operator/optimizer_op-inl.h``).
-    ``bias_correction`` False leaves both divisors of the step's first term out. A bound of
-    None, 0 or less means no limit.
+    With ``bias_correction`` False the two divisors (1 - beta ** t) of the step are left out. A
+    bound of None, 0 or less means no limit.
     """
 
     scope = "key"
@@ -115,7 +115,7 @@ class LAMB(MomentsOptimizer):
     bias_correction: bool = True
 
     def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
-        # On the host in blocks, since the caller hands over the whole key and memory is slow.
+        # In blocks on the host, since the caller passes the whole key and memory is slow.
         step = BLOCK_ELEMENTS if is_on_host(weight) else max(len(weight), 1)
         for start in range(0, len(weight), step):
             block = slice(start, start + step)
@@ -126,7 +126,7 @@ class LAMB(MomentsOptimizer):
         descend(weight, grad)
 
     def _step(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
-        """Turn the gradient into the step before its scaling."""
+        """Replace the gradient by the step, before scaling."""
         self._clip(grad)
         self._average(grad, state, scratch)
         mean, var = state
@@ -144,7 +144,7 @@ class LAMB(MomentsOptimizer):
 
 
 _LEAST, _MOST = 0.01, 100.0
-"""Of the factor of the strategy ``"lars"``."""
+"""The limits of the factor of the strategy ``"lars"``."""
 
 
 @register
@@ -153,7 +153,7 @@ class LBSGD(ClippedOptimizer):
     """LBSGD: large-batch SGD, for update t (``count``) of a key::
 
         sum = sum + grad
-        where batch_scale divides n (else nothing more happens)
+        if batch_scale divides n (else nothing more happens)
             grad = sum / batch_scale
             rate = learning_rate * factor(n)
             grad = clip(rescale_grad * grad, clip_gradient) + wd * weight
@@ -162,14 +162,15 @@ class LBSGD(ClippedOptimizer):
             sum = 0
 
     The factor grows from 1 to ``batch_scale`` during ``warmup_epochs * updates_per_epoch`` updates
-    and stays there: with the share p of them that is over by p (``warmup_strategy="linear"``),
-    p * p (``"power2"``) or sqrt(p) (``"sqrt"``); with any other name it stays 1 till then. With
-    ``"lars"`` it is ``norm(weight) / sqrt(norm(grad) ** 2 + wd * norm(weight) ** 2 + 1e-18)``, with
-    norms over the whole key, between 0.01 and 100.
+    and then stays there. If p is the fraction of these updates that are done, the growth follows p
+    (``warmup_strategy="linear"``), p * p (``"power2"``) or sqrt(p) (``"sqrt"``); with an unknown
+    name the factor is 1 until the end. With ``"lars"`` the factor is
+    ``norm(weight) / sqrt(norm(grad) ** 2 + wd * norm(weight) ** 2 + 1e-18)``, with norms over the
+    whole key, limited to 0.01 to 100.
 
-    Names, defaults and formula of MXNet 1.9.1 (``python/mxnet/optimizer/optimizer.py``), whose
-    class takes a schedule's rate of the update before this one. ``num_epochs`` has no effect, there
-    and here. With momentum 0 there is no ``mom``.
+    Names, defaults and formula are those of MXNet 1.9.1 (``python/mxnet/optimizer/optimizer.py``).
+    As there, the rate of a schedule is that of the previous update, and ``num_epochs`` has no
+    effect. With momentum 0 there is no ``mom``.
     """
 
     scope = "key"

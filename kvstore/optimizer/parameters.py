@@ -1,7 +1,8 @@
 """Typed parameters: check the fields of optimizers and schedules.
 
-Both are frozen dataclasses that are registered under a name, made from names and numbers, and
-compared by value; this is what they share. Pure. Read next: ``schedule.py`` and ``base.py``.
+Optimizers and schedules are frozen dataclasses that are registered under a name, created from
+names and numbers, and compared by value. This module has what they share. Pure. Read next:
+``schedule.py`` and ``base.py``.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from kvstore.errors.hints import nearest
 from pslite.errors import check_unicode
 
 Number: typing.TypeAlias = float | int | bool | str | None
-"""What a parameter may be, and so what travels over the wire."""
+"""The types of parameters, which are also those in messages."""
 
 Multipliers: typing.TypeAlias = Mapping[Key, float] | Sequence[tuple[Key, float]]
-"""A factor for each of some keys. Given as a mapping; kept as pairs, sorted by key."""
+"""Factors by key. Given as a mapping; kept as pairs, sorted by key."""
 
 ALIASES = {"lr": "learning_rate", "weight_decay": "wd", "mom": "momentum", "eps": "epsilon"}
-"""What parameters are called elsewhere; only ``replace`` takes one of them, ``lr``."""
+"""Other names of parameters, for hints in errors; only ``replace`` accepts one, ``lr``."""
 
 NOT_TAKEN = {
     "begin_num_update": (
@@ -43,26 +44,26 @@ NOT_TAKEN = {
     "use_fused_step": "remove it; there is one implementation of each update",
     "aggregate_num": "remove it; the keys of one call are updated together",
 }
-"""Parameters of MXNet's optimizers that none has here, and what to do instead."""
+"""Parameters of MXNet's optimizers that are not supported here, and what to do instead."""
 
 _INTEGERS = range(-(2**63), 2**63)
-"""What msgpack can carry, but for its unsigned half."""
+"""The integers that are accepted: those of int64, which msgpack can encode."""
 
 _Class = TypeVar("_Class", bound=type)
 
 
 def unit(default: float) -> Any:
-    """Return a field whose numbers are in [0, 1)."""
+    """Return a dataclass field for a number in [0, 1)."""
     return _ranged(default, "must lie in [0, 1)", lambda number: 0.0 <= number < 1.0)
 
 
 def not_negative(default: float) -> Any:
-    """Return a field of numbers of at least 0."""
+    """Return a dataclass field for a number of at least 0."""
     return _ranged(default, "must not be negative", lambda number: number >= 0)
 
 
 def positive(default: float) -> Any:
-    """Return a field of numbers above 0."""
+    """Return a dataclass field for a number above 0."""
     return _ranged(default, "must be more than 0", lambda number: number > 0)
 
 
@@ -71,7 +72,7 @@ def _ranged(default: float, text: str, holds: Callable[[float], bool]) -> Any:
 
 
 def parameter_names(cls: type) -> list[str]:
-    """Return an optimizer's or schedule's parameters, its own before its bases'."""
+    """Return parameter names of an optimizer or schedule, its own before its bases'."""
     bases = enumerate(cls.__mro__)
     depth = {name: index for index, base in bases for name in inspect.get_annotations(base)}
     fields = [field for field in dataclasses.fields(cls) if field.init]
@@ -80,15 +81,15 @@ def parameter_names(cls: type) -> list[str]:
 
 
 def positions(cls: type) -> tuple[str, ...]:
-    """Return the parameters that may be positional, in order."""
+    """Return the names of the parameters that may be positional, in order."""
     fields = (field.name for field in dataclasses.fields(cls) if field.init and not field.kw_only)
     return tuple(vars(cls).get("positional", fields))
 
 
 def _take_positions(cls: type[Any]) -> None:
-    """Let ``cls`` take its ``positional`` by position, and all others by name only.
+    """Make ``cls`` accept its ``positional`` by position, and all others by name only.
 
-    Fields of a base come first in a dataclass, wherever MXNet's constructor has them.
+    This is needed since a dataclass puts the fields of its bases first, unlike MXNet.
     """
     names, init = positions(cls), cls.__init__
 
@@ -116,7 +117,7 @@ def _take_positions(cls: type[Any]) -> None:
 
 
 def convert_fields(owner: Any) -> None:
-    """Check each parameter of ``owner`` by its annotation; make it plain."""
+    """Check each field of ``owner`` by its annotation; convert it to a plain value."""
     hints, whose = typing.get_type_hints(type(owner)), type(owner).__name__
     for field in dataclasses.fields(owner):
         if not field.init:
@@ -204,10 +205,10 @@ def _shown(value: object) -> str:
 
 
 def register_in(registry: dict[str, type[Any]], cls: _Class, name: str, what: str) -> _Class:
-    """Enter ``cls`` as ``name`` and set ``cls.name``.
+    """Register ``cls`` as ``name`` and set ``cls.name``.
 
-    The same class may come again (a module that is loaded again); another class of the same
-    name raises ``ArgumentTypeError``, as does a class that is not a frozen dataclass itself.
+    The same class may be registered again (when its module is reloaded). Another class of the same
+    name raises ``ArgumentTypeError``, and so does a class that is not itself a frozen dataclass.
     """
     options = vars(cls).get("__dataclass_params__")
     if options is None or not options.frozen:
@@ -229,7 +230,10 @@ def register_in(registry: dict[str, type[Any]], cls: _Class, name: str, what: st
 
 
 def build(cls: type[Any], params: Mapping[str, Any]) -> Any:
-    """Build ``cls(**params)``. Raises ``OptimizerParameterError`` for wrong ones."""
+    """Create ``cls(**params)``.
+
+    Raises ``OptimizerParameterError`` for unknown, missing or invalid parameters.
+    """
     check_known(cls, params)
     missing = [
         field.name
@@ -247,7 +251,7 @@ def build(cls: type[Any], params: Mapping[str, Any]) -> Any:
 
 
 def check_known(cls: type[Any], params: Mapping[str, Any]) -> None:
-    """Raise ``OptimizerParameterError`` unless ``cls`` has all these parameters."""
+    """Check that ``cls`` has all these parameters, else ``OptimizerParameterError``."""
     known = parameter_names(cls)
     unknown = sorted(set(params) - set(known))
     if not unknown:

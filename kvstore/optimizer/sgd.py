@@ -1,10 +1,10 @@
 """Optimizers SGD, NAG, Signum, SGLD, DCASGD and MXNet's ``test``.
 
 SGD may have momentum, in MXNet's form or PyTorch's (TorchSGD); NAG has Nesterov's. Signum and
-signSGD make steps of one size in the direction of a sign. SGLD adds noise, so that weights are
-samples of a posterior; the noise is a function of the seed, the key, the number of the update and
-the position of an element (scope ``"key"``), so that a server that is replaced computes the same.
-DCASGD corrects gradients on asynchronous servers for the updates that came in between. Pure
+signSGD make steps of equal size in the direction of a sign. SGLD adds noise, so that weights are
+samples of a posterior. The noise depends only on the seed, the key, the number of the update and
+the position of an element (scope ``"key"``), so that a restarted server computes the same. DCASGD
+corrects gradients in asynchronous stores for the updates that other workers made meanwhile. Pure
 formulas; see ``base.py`` for the contract. Read next: ``layerwise.py``.
 """
 
@@ -33,7 +33,7 @@ class MomentumOptimizer(ClippedOptimizer):
     momentum: float = 0.0
 
     def state_names(self) -> tuple[str, ...]:
-        """Return the velocity ``mom``; nothing when momentum is 0."""
+        """Return ``mom``, the velocity, or no name if momentum is 0."""
         return ("mom",) if self.momentum != 0.0 else ()
 
 
@@ -49,8 +49,8 @@ class SGD(MomentumOptimizer):
     Clipping comes before the decay. With momentum 0 there is no state and
     ``weight = weight - learning_rate * grad``. Numbers, defaults and formula are those of
     MXNet 1.9.1 (``python/mxnet/optimizer/optimizer.py``, ``SGDMomKernel`` in
-    ``src/operator/optimizer_op-inl.h``). ``rescale_grad`` is the caller's business: stores
-    add gradients up and never average them.
+    ``src/operator/optimizer_op-inl.h``). The caller chooses ``rescale_grad``: stores add gradients
+    and never average them.
     """
 
     positional = ("momentum", "lazy_update")
@@ -115,8 +115,8 @@ class TorchSGD(MomentumOptimizer):
         weight = weight - learning_rate * mom
 
     With ``nesterov`` the last line subtracts ``learning_rate * (grad + momentum * mom)``. The
-    velocity holds gradients, and the present rate multiplies all of it; in ``SGD`` each gradient
-    has the rate of its time. The first ``mom`` is ``grad``, as in ``torch.optim.SGD``.
+    present rate multiplies the whole velocity; in ``SGD`` each gradient in the velocity keeps the
+    rate of its own update. The first ``mom`` is ``grad``, as in ``torch.optim.SGD``.
     """
 
     lazy_stypes = ("default", "row_sparse")
@@ -166,8 +166,8 @@ class Signum(MomentumOptimizer):
 
     Bernstein et al., arXiv 1802.04434, algorithm 2, with numbers and defaults of MXNet 1.9.1
     (whose state is ``-mom``); ``wd_lh`` is a decoupled decay (arXiv 1711.05101). With momentum
-    0 there is no state and it is ``SignSGD``, as in MXNet: ``wd`` is the decoupled decay then,
-    and ``wd_lh`` has no effect. The sign of NaN is NaN.
+    0 it is ``SignSGD`` without state, as in MXNet; then ``wd`` is the decoupled decay, and
+    ``wd_lh`` has no effect. The sign of NaN is NaN.
     """
 
     positional = ("learning_rate", "momentum", "wd_lh")
@@ -195,8 +195,8 @@ class SignSGD(Optimizer):
         weight = (1 - learning_rate * wd) * weight - learning_rate * sign(rescale_grad * grad)
 
     Bernstein et al., arXiv 1802.04434, algorithm 1; the operator ``signsgd_update`` of MXNet
-    1.9.1, which is what its ``Signum`` does with momentum 0. Of ``rescale_grad`` only the sign
-    counts, and clipping would change nothing.
+    1.9.1, which MXNet's ``Signum`` uses with momentum 0. Only the sign of ``rescale_grad`` matters,
+    and clipping would have no effect.
     """
 
     learning_rate: float = 0.01
@@ -230,12 +230,11 @@ class SGLD(ClippedOptimizer):
         weight = weight - learning_rate / 2 * (grad + wd * weight)
         weight = weight + sqrt(learning_rate) * noise
 
-    noise is normal, of mean 0 and variance 1, drawn again for each element and update. Welling and
+    noise is normal, of mean 0 and variance 1, drawn anew for each element and update. Welling and
     Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics" (ICML 2011), with names,
-    defaults and formula of MXNet 1.9.1 (``python/mxnet/optimizer/optimizer.py``), which names a
-    later paper. MXNet draws from the generator of ``mx.random.seed``. Here another ``seed`` gives
-    another chain, and the same gives the same again. The noise is drawn on the host, by NumPy's
-    Philox, also for weights on a GPU.
+    defaults and formula of MXNet 1.9.1 (``python/mxnet/optimizer/optimizer.py``), which cites a
+    later paper. MXNet uses the generator of ``mx.random.seed``; here the noise depends on ``seed``.
+    The noise is drawn on the host, by NumPy's Philox, also for weights on a GPU.
     """
 
     scope = "key"
@@ -245,10 +244,10 @@ class SGLD(ClippedOptimizer):
     seed: int = not_negative(0)
 
     _stream: int = dataclasses.field(default=0, init=False, compare=False)
-    """The key's number, set by ``for_key``: keys have noise of their own."""
+    """A number made from the key, set by ``for_key``, so that keys get different noise."""
 
     def for_key(self, key: Key, width: int | None = None) -> Optimizer:
-        """As in ``Optimizer``, and with a stream of noise of its own for each key."""
+        """Return the optimizer of a key, with the key's own stream of noise."""
         found = super().for_key(key)
 
         def with_stream() -> Optimizer:
@@ -278,7 +277,7 @@ class SGLD(ClippedOptimizer):
 
 
 def _draw(generator: np.random.Generator, out: Any) -> None:
-    """Fill a block with normal numbers, on the host or a GPU: the same ones."""
+    """Fill a block on the host or a GPU with the same normal numbers."""
     if is_on_host(out):
         generator.standard_normal(dtype=out.dtype, out=out)
     else:
@@ -299,9 +298,9 @@ class DCASGD(ClippedOptimizer):
     Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation" (arXiv
     1609.08326), with names, defaults and formula of MXNet 1.9.1
     (``python/mxnet/optimizer/optimizer.py``). The paper compares the weight with the one that the
-    worker had pulled; MXNet with that before the last update, whose state has no worker, and so
-    does this. What is kept is the difference of the two, which begins at zero. MXNet's momentum
-    raises ``ValueError`` for keys of more than one element; here it works as in the formula.
+    worker had pulled. This class, like MXNet, compares it with the weight before the last update.
+    The state ``moved`` is the difference of the two; it begins at zero. MXNet's momentum raises
+    ``ValueError`` for keys of more than one element; here it works as in the formula.
     """
 
     positional = ("momentum", "lamda")
@@ -341,10 +340,10 @@ class Test(Optimizer):
         weight = weight - learning_rate * (rescale_grad * grad + wd * weight)
         weight_copy = weight
 
-    With the defaults this is MXNet 1.9.1's ``weight += rescale_grad * grad``, whatever its
-    tests push; 1.9.1 ignores a learning rate and a decay. With them given it is the
-    optimizer of the same name in MXNet 2, which keeps no state and whose defaults are 0.01
-    and 0 (both ``python/mxnet/optimizer/optimizer.py``).
+    With the defaults this is MXNet 1.9.1's ``weight += rescale_grad * grad``; MXNet 1.9.1 ignores
+    a learning rate and a decay. If they are given, it is the optimizer of this name in MXNet 2,
+    which keeps no state and whose defaults are 0.01 and 0 (both in
+    ``python/mxnet/optimizer/optimizer.py``).
     """
 
     positional = ()
