@@ -1,9 +1,9 @@
 """``Barriers``: the scheduler's barriers, by groups and rounds. Pure.
 
-Every node counts its own barriers of a group, so a request that is sent again cannot count
-twice and cannot leak into the next barrier (ps-lite counted messages, ``src/van.cc``). A
-barrier ends in a release for all members, or in an error for those who wait: a member is
-gone, or the time that a waiter was willing to give is over. Both name who is missing.
+Every node numbers its own barriers of a group, so a repeated request does not count twice or for
+the next barrier (ps-lite counts messages, ``src/van.cc``). A barrier ends with a release for all
+members, or with an error for the nodes that wait: a member is gone, or the time limit of a waiting
+node has passed. The error names the missing nodes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pslite.ids import group_title
 from pslite.wire.messages import BarrierLeave, BarrierWaits
 
 Release = tuple[int, BarrierLeave]
-"""Tell a node (its id): the barrier is over; kind and error are empty when it was reached."""
+"""(node id, message): the barrier has ended; kind and error are empty after success."""
 Overdue = tuple[tuple[int, ...], BarrierWaits]
-"""Tell these nodes: their barrier has been open for long, and some have not come."""
+"""(node ids, message): their barrier has been open for a long time, and nodes are missing."""
 
 
-#: At most this many failed barriers are remembered, for those who come late.
+#: The most failed barriers to remember, for nodes that reach them later.
 MAX_GIVEN_UP = 4096
 
 
@@ -41,7 +41,7 @@ class _Wait:
 
     members: frozenset[int]
     arrived: dict[int, float]
-    """Node id -> when its patience ends."""
+    """Node id -> when its time limit ends."""
     opened_at: float | None = None
     """When ``overdue`` first saw it."""
     reported_at: float = 0.0
@@ -62,7 +62,7 @@ class Barriers:
     """All barriers of a cluster."""
 
     def __init__(self, titles: dict[int, str]) -> None:
-        #: Node id -> name for people. Shared with the owner, who fills it.
+        #: Node id -> name for people. Shared with the owner, which fills it.
         self._titles = titles
         self._open: dict[tuple[int, int], _Wait] = {}
         self._ended: dict[int, dict[int, int]] = {}
@@ -99,7 +99,7 @@ class Barriers:
         return []
 
     def depart(self, node: int, reason: str) -> list[Release]:
-        """End the barriers that still need ``node``, which is gone, with an error."""
+        """End the barriers that need ``node``, which is gone, with an error."""
         self._gone[node] = reason
         for barrier, given_up in list(self._given_up.items()):
             self._told(barrier, given_up, node)
@@ -110,7 +110,7 @@ class Barriers:
         return releases
 
     def tick(self, now: float) -> list[Release]:
-        """Give up the barriers for which a waiter's time is over; that ends them for all."""
+        """End the barriers for which a node's time limit has passed, for all nodes."""
         releases = []
         for (group, round_), wait in list(self._open.items()):
             if min(wait.arrived.values()) <= now:
@@ -120,14 +120,14 @@ class Barriers:
         return releases
 
     def give_up(self, error: type[Exception], text: str) -> list[Release]:
-        """End all barriers that somebody waits in, also for those who come late."""
+        """End all open barriers with an error, also for nodes that reach them later."""
         releases = []
         for (group, round_), wait in list(self._open.items()):
             releases += self._end(group, round_, wait, error, text)
         return releases
 
     def overdue(self, now: float, report_s: float) -> list[Overdue]:
-        """Return the barriers open for ``report_s``, and again each such time."""
+        """Return reports on barriers that are open, one for every ``report_s``."""
         reports = []
         for (group, round_), wait in self._open.items():
             if wait.opened_at is None:
@@ -138,7 +138,7 @@ class Barriers:
         return reports
 
     def waits(self, now: float) -> list[Overdue]:
-        """Return all barriers that ``overdue`` has seen open, and since how long."""
+        """Return reports on all open barriers that ``overdue`` has seen."""
         return [
             wait.report(group, round_, now - wait.opened_at)
             for (group, round_), wait in self._open.items()
@@ -146,7 +146,7 @@ class Barriers:
         ]
 
     def next_due(self) -> float:
-        """Return when the first wait's time is over."""
+        """Return when the earliest time limit ends."""
         times = [until for wait in self._open.values() for until in wait.arrived.values()]
         return min(times, default=math.inf)
 
@@ -172,7 +172,7 @@ class Barriers:
         return [(node, over) for node in sorted(wait.arrived)]
 
     def _told(self, barrier: tuple[int, int], given_up: _GivenUp, node: int) -> None:
-        """Note that ``node`` knows that a barrier failed, or will never ask."""
+        """Note that ``node`` knows that a barrier failed, or is gone."""
         group, round_ = barrier
         given_up.missing.discard(node)
         ended = self._ended.setdefault(group, {})

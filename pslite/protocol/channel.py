@@ -3,13 +3,13 @@
 The transport may also delay and reorder them. Pure: no socket and no clock; the time is an
 argument.
 
-Each direction numbers its messages 1, 2, 3, ... The receiving side remembers a low-water mark
-("I have all up to here") and the few numbers above it, refuses what it has seen, and returns
-both as acknowledgement, which says "accepted", not "done". The sending side keeps every
-message, by reference, until it is accepted, and sends it again when its time is over or the
-connection came back. Nothing here orders messages: what needs an order (rounds of a part)
-carries its own number (``rounds.py``). ps-lite's optional resender did this job with ids cut
-to 8 bits and a set that grew for ever (``src/resender.h``).
+Each direction numbers its messages 1, 2, 3, ... The receiver remembers a low-water mark ("I have
+all up to here") and the few numbers above it, and drops messages that it has seen. It returns both
+as an acknowledgement, which means "accepted", not "done". The sender keeps every message, by
+reference, until it is accepted. It sends the message again after a time-out or a new connection.
+A channel does not order messages: those that need an order (rounds of a part) have their own
+numbers (``rounds.py``). ps-lite's optional resender does this with ids cut to 8 bits and a set
+that grows for ever (``src/resender.h``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 from pslite.wire.messages import Ints, Message
 
-#: How many numbers above the low-water mark are listed in one acknowledgement.
+#: The most numbers above the low-water mark in one acknowledgement.
 MAX_ALSO = 64
-#: Repeats stop growing apart at 2**MAX_BACKOFF times the first interval.
+#: The interval between repeats doubles up to 2**MAX_BACKOFF times the first one.
 MAX_BACKOFF = 4
 #: A channel accepts numbers this far above its low-water mark, which bounds its memory.
 RECEIVE_WINDOW = 1 << 20
@@ -40,7 +40,7 @@ class Outgoing:
     nbytes: int
     sent_at: float
     repeats: int = 0
-    #: How much had been sent to the peer, this included, when it was sent the last time.
+    #: The bytes sent to the peer up to the end of this message's last transmission.
     position: int = 0
 
     def due_at(self, timeout_s: float) -> float:
@@ -54,7 +54,7 @@ class Channel:
         self._timeout_s = resend_timeout_s
         self._next_sequence = 1
         self._unaccepted: dict[int, Outgoing] = {}
-        #: When ``repeats`` has to be asked again.
+        #: When to call ``repeats`` next.
         self.next_due = math.inf
         self._low = 0
         self._above: set[int] = set()
@@ -76,7 +76,7 @@ class Channel:
         return outgoing
 
     def accepted(self, low: int, also: Iterable[int]) -> bool:
-        """Forget what the peer has accepted; return whether that frees anything."""
+        """Forget messages that the peer has accepted; return whether there were any."""
         before = len(self._unaccepted)
         for sequence in list(self._unaccepted):
             if sequence > low:
@@ -89,12 +89,12 @@ class Channel:
         return len(self._unaccepted) != before
 
     def withdraw(self, outgoing: Outgoing) -> None:
-        """Free the number of the newest message, which could not be sent at all."""
+        """Free the number of the newest message, which could not be sent."""
         self._forget(outgoing.sequence)
         self._next_sequence = outgoing.sequence
 
     def drop_outgoing(self) -> None:
-        """Forget what was sent: the peer will not accept it any more."""
+        """Forget all sent messages: the peer will not accept them any more."""
         self._unaccepted.clear()
         self.unaccepted_bytes = 0
         self.next_due = math.inf
@@ -110,7 +110,7 @@ class Channel:
 
     @property
     def num_unaccepted(self) -> int:
-        """Messages that the peer has not accepted."""
+        """The number of messages that the peer has not accepted."""
         return len(self._unaccepted)
 
     def repeats(
@@ -118,8 +118,8 @@ class Channel:
     ) -> list[Outgoing]:
         """Return the messages to send again now; with ``at_once`` all not accepted.
 
-        Not those behind the position ``passed``: they are on their way through a slow link still,
-        which a repetition would only make slower. Their time begins when they are through.
+        Messages after the position ``passed`` are left out: they are still on a slow connection,
+        which a repetition would make even slower. Their time starts again.
         """
         if not at_once and now < self.next_due:
             return []
@@ -140,7 +140,7 @@ class Channel:
     # -- the receiving side ------------------------------------------------------------
 
     def admit(self, sequence: int) -> bool:
-        """Return whether a message that arrived is new. Seen ones are acknowledged again."""
+        """Return whether a received message is new; acknowledge it in any case."""
         if sequence > self._low + RECEIVE_WINDOW:
             return False
         if sequence <= self._low or sequence in self._above:
@@ -155,7 +155,7 @@ class Channel:
         return True
 
     def acceptance(self) -> tuple[int, Ints]:
-        """Return what to tell the peer: the low-water mark, and numbers above it."""
+        """Return the acknowledgement: the low-water mark, and numbers above it."""
         if not self._above:
             return self._low, ()
         return self._low, tuple(sorted(self._above)[:MAX_ALSO])

@@ -1,11 +1,11 @@
 """Collective calls of groups of workers, as a server matches them. Pure.
 
-Each rank of a group numbers its calls, so calls of one number belong together. A call is one round
-of messages, or several where its arrays are cut into chunks; a round is complete when every
-rank's message is there, and then its result is computed. If two ranks call different things under
-one number, a rank that is needed is gone, or a rank gives the call up, it ends for all with one
-error, also for those who come later. Events go in, effects come out: no arrays, no sockets, no
-clock. Read next: ``collective/server.py``, which carries the effects out.
+Each rank of a group numbers its calls, so calls with one number belong together. A call is one
+round of messages, or several if its arrays are cut into chunks. A round is complete when every
+rank's message has arrived; then its result is computed. If two ranks make different calls under
+one number, a needed rank is gone, or a rank gives up the call, the call ends for all ranks with one
+error, also for ranks that make it later. Events go in, effects come out: no arrays, no sockets, no
+clock. Read next: ``collective/server.py``, which carries out the effects.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Generic, NamedTuple, TypeVar
 from pslite.errors import MismatchError, ProtocolError, UsageError
 
 T = TypeVar("T")
-"""What stands for one rank's message; the answer goes to it."""
+"""The type that represents one rank's message; effects name the messages to answer."""
 
 MAX_FAILED = 1024
-"""Of failed calls, at most this many are remembered, for ranks that come late."""
+"""The most failed calls to remember, for ranks that make them later."""
 MAX_LONG_WAITS = 1024
-"""Of calls that ranks wait for and a server sees no message of, at most this many are known."""
+"""The most calls to remember whose waits a server knows without seeing their messages."""
 _MOST_ABSENCES = 8
-"""Calls may be on their way while their ranks have joined this many times since."""
+"""The most ``join`` calls of a rank to remember, because older calls may still be in flight."""
 _MOST_SHAPES = 4
 _ZERO_CHANGES_NOTHING = frozenset({"sum", "average", "premul_sum", "bor", "bxor"})
 ANY = -1
@@ -97,16 +97,16 @@ class Compute(Generic[T]):
     key: CallKey
     call: CollectiveCall
     messages: tuple[T, ...]
-    """One for each sender, in the group's order; ranks that have joined have none."""
+    """One message for each sender, in the group's order; joined ranks do not send one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllJoined(Generic[T]):
-    """All ranks have joined, ``last`` the last: answer each of them."""
+    """All ranks have joined: answer each of them with the rank that joined last."""
 
     messages: tuple[T, ...]
     last: int
-    """Its rank in the group."""
+    """The rank in the group that joined last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,29 +125,30 @@ class _OpenCall(Generic[T]):
     """A call that some ranks have made."""
 
     first: int
-    """The rank whose call the others are compared with."""
+    """The rank whose call the other ranks' calls are compared with."""
     call: CollectiveCall
     ranks: tuple[int, ...]
-    """Those whose messages it needs."""
+    """The ranks whose messages it needs."""
     step: CollectiveCall
     rounds: dict[int, dict[int, T]] = field(default_factory=dict)
     """Number of the chunk -> rank -> its message."""
 
 
 class LeadersStep(NamedTuple):
-    """The rest of a call after the ranks of each machine have met locally."""
+    """The rest of a call after the ranks of each machine have combined their arrays."""
 
     leaders: tuple[int, ...]
     """The workers that send, one for each machine."""
     call: CollectiveCall
-    """The call among them, its root being one of them."""
+    """The call among them; its root is one of them."""
 
 
 class Absence(NamedTuple):
     """The calls that a rank leaves out because it has joined.
 
-    Since all had joined before, calls are numbered from ``begin`` on. It has made those up to the
-    ``last`` number of each name; they may still be on their way. Later ones begin at ``end``.
+    After the last time that all ranks had joined, calls are numbered from ``begin``. The rank has
+    made its calls up to the ``last`` number of each name; they may still be in flight. Calls after
+    this absence begin at ``end``.
     """
 
     begin: int
@@ -160,7 +161,7 @@ class Absence(NamedTuple):
 
 
 class CallMatcher(Generic[T]):
-    """The calls of all groups, as far as they concern one server. Ranks are the job's."""
+    """The calls of all groups on one server. Ranks are those in the job."""
 
     def __init__(self) -> None:
         self._open: dict[CallKey, _OpenCall[T]] = {}
@@ -170,12 +171,12 @@ class CallMatcher(Generic[T]):
         self._waiting: dict[CallKey, set[int]] = {}
         #: Group -> the ranks that have joined and wait for the others -> their messages.
         self._joined: dict[GroupKey, dict[int, T]] = {}
-        #: Group and rank -> of which calls its values are zeros, by its latest ``join`` calls.
+        #: (group, rank) -> its latest absences: the calls in which its values count as zeros.
         self._absences: dict[tuple[GroupKey, int], deque[Absence]] = {}
 
     @property
     def num_open(self) -> int:
-        """How many calls wait for ranks."""
+        """The number of calls that wait for ranks."""
         return len(self._open)
 
     def arrive(
@@ -248,11 +249,10 @@ class CallMatcher(Generic[T]):
         return effects
 
     def missing(self, key: CallKey, rank: int, *, counts_waits: bool) -> list[int]:
-        """Return the ranks that have not joined a call, and all ranks of the call.
+        """Return the ranks in the job that a call still waits for; ``rank`` waits in it.
 
-        Both are ranks of the job. ``rank`` waits in the call.
-
-        With ``counts_waits`` its messages go elsewhere: those have come who have asked this.
+        With ``counts_waits``, the messages of the call do not pass this server. Then a rank has
+        made the call if it has asked this question.
         """
         if counts_waits:
             waiting = self._waiting.setdefault(key, set())
@@ -273,7 +273,7 @@ class CallMatcher(Generic[T]):
         return [] if key in self._failed else self._fail(key, error)
 
     def _look(self, key: CallKey, found: _OpenCall[T], chunk: int) -> list[CallEffect[T]]:
-        """Return the round if it is complete, or the call's end if that cannot be."""
+        """Compute the round if it is complete; fail the call if it can never be."""
         arrived, ranks = found.rounds[chunk], found.ranks
         missing = [rank for rank in ranks if rank not in arrived]
         absent = [rank for rank in missing if self._is_absent(key, rank)]
@@ -305,7 +305,7 @@ class CallMatcher(Generic[T]):
 
 
 def waiting_text(ranks: Sequence[int] | None, waited_s: float) -> str:
-    """Return for which ranks of a group a call waits; None: that is not known."""
+    """Return a text that names the ranks a call waits for; None: they are not known."""
     if ranks is None:
         whom = "the other ranks"
     elif not ranks:
@@ -318,7 +318,7 @@ def waiting_text(ranks: Sequence[int] | None, waited_s: float) -> str:
 def mismatch(
     group: GroupKey, first: int, call: CollectiveCall, rank: int, other: CollectiveCall
 ) -> MismatchError:
-    """Return the error of two workers of a group whose calls differ."""
+    """Return the error for two workers of a group whose calls differ."""
     return MismatchError(
         f"the ranks of a group must make the same calls in the same order: {_title(group, first)} "
         f"calls {call.text}; {_title(group, rank)} calls {other.text}"

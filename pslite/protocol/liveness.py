@@ -1,15 +1,15 @@
 """``Liveness``: the rules by which a peer is lost or stalled. Pure.
 
-Lost: the transport says that the connection is gone and it does not come back within
-``lost_after_s``, or never came about within ``reach_s``, or the process is known to be dead
-(same machine, process id gone). Where bytes arrive on a connection that is being made, the first
-of these is waited for longer (``AWAITED_S``). A dead process may leave its connections to children
-that it had forked; what it said last is waited for then (``ENDED_S``).
-libzmq answers its heartbeats from its own thread, so a busy interpreter keeps its connection.
+A peer is lost in one of three cases: its connection is gone and does not return within
+``lost_after_s``; its first connection is not made within ``reach_s``; its process is known to be
+dead (same machine, process id gone). In the first case, if bytes arrive on a connection that is
+being made, the node waits longer (``AWAITED_S``). Forked children of a dead process may keep its
+connections open; then the node waits for its last messages (``ENDED_S``). libzmq answers its
+heartbeats from its own thread, so a busy interpreter keeps its connection.
 
-Stalled: connected, but no sign of life from the node's own code for ``stall_report_s``. That
-is reported with the node's name, again each such period, and is fatal only after
-``fatal_after_s`` where that is set (PS_HEARTBEAT_TIMEOUT).
+A peer is stalled if it is connected, but its own code has not sent a heartbeat for
+``stall_report_s``. This is reported with the node's name, once in each such period. The peer is
+lost only after ``fatal_after_s``, if that is set (PS_HEARTBEAT_TIMEOUT).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import math
 from dataclasses import dataclass
 
 AWAITED_S = 30.0
-"""For so much longer a connection is waited for at most where somebody answers. That may be another
-program, or one who keeps asking for the key."""
+"""The most additional time to wait for a connection if its address answers. The answers may come
+from another program, or from a node with another key."""
 ENDED_S = 0.5
-"""A process is gone and its connection is not: lost when nothing more has arrived for so long."""
+"""A peer whose process has ended, but not its connection, is lost after this time of silence."""
 PROCESS_GONE = "its process is gone"
 
 
@@ -46,11 +46,11 @@ class _PeerState:
     heard_at: float
     reported_at: float
     gone_since: float = math.inf
-    #: When somebody answered there the last time.
+    #: When its address answered the last time.
     answered_at: float = -math.inf
-    #: Since when a first connection is waited for.
+    #: When the wait for a first connection began.
     unreached_since: float = math.inf
-    #: Since when its process is gone though the connection is there.
+    #: When its process was first seen to have ended while its connection existed.
     ended_since: float = math.inf
 
 
@@ -71,8 +71,8 @@ VAIN_S = 30.0
 class Headway:
     """Detects connections that break again and again before a message is complete.
 
-    Each attempt begins a message from its start, so without this a job would go on for ever, and
-    no peer would ever be lost: the connection always comes back in time.
+    Each attempt sends a message from its start. Without this check, such a job would never end and
+    never lose a peer, because the connection always returns in time.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,10 @@ class Headway:
     def disconnected(
         self, peer: str, now: float, *, progress: int, unaccepted_bytes: int, moved_bytes: int
     ) -> str | None:
-        """Note the end of a connection; return a sentence after too many in vain.
+        """Note the end of a connection; return a reason to give up after too many.
 
-        ``progress`` counts what got through so far in either direction, ``unaccepted_bytes`` what
-        waits to, and ``moved_bytes`` is what this connection brought.
+        ``progress`` counts the messages that got through in either direction. ``unaccepted_bytes``
+        wait to be accepted, and this connection has carried ``moved_bytes``.
         """
         stretch = self._peers.get(peer)
         if not unaccepted_bytes or stretch is None or stretch.progress != progress:
@@ -126,7 +126,7 @@ class Liveness:
         self._peers: dict[str, _PeerState] = {}
 
     def watch(self, peer: str, now: float, *, connected: bool = True) -> None:
-        """Start to watch a peer (no effect when it is watched already)."""
+        """Start to watch a peer; has no effect if it is already watched."""
         unreached_since = math.inf if connected else now
         self._peers.setdefault(peer, _PeerState(now, now, unreached_since=unreached_since))
 
@@ -142,12 +142,12 @@ class Liveness:
             entry.gone_since = entry.unreached_since = entry.ended_since = math.inf
 
     def silent_s(self, peer: str, now: float) -> float:
-        """Return for how long a watched peer's own code has said nothing, or 0."""
+        """Return how long a watched peer's own code has been silent; 0 if not watched."""
         entry = self._peers.get(peer)
         return 0.0 if entry is None else max(0.0, now - entry.heard_at)
 
     def forgive(self, now: float) -> None:
-        """Forgive all silence so far: this node was not listening."""
+        """Ignore all silence so far, because this node itself was stopped."""
         for entry in self._peers.values():
             entry.heard_at = entry.reported_at = now
 
@@ -174,7 +174,7 @@ class Liveness:
         return [Lost(peer, what)] if self._peers.pop(peer, None) is not None else []
 
     def ended(self, peer: str, now: float) -> None:
-        """Note that the peer's process is gone; its connection may be there still."""
+        """Note that the peer's process has ended; its connection may still exist."""
         entry = self._peers.get(peer)
         if entry is not None:
             entry.ended_since = min(entry.ended_since, now)
@@ -184,7 +184,7 @@ class Liveness:
         return list(self._peers)
 
     def suspects(self) -> list[str]:
-        """Return watched peers without a connection, whose processes to look at."""
+        """Return watched peers without a connection, whose processes must be checked."""
         return [
             peer
             for peer, entry in self._peers.items()
@@ -192,7 +192,7 @@ class Liveness:
         ]
 
     def tick(self, now: float) -> list[Lost | Stalled]:
-        """Return what time alone has decided since the last call."""
+        """Return peers that are lost or stalled because time has passed."""
         verdicts: list[Lost | Stalled] = []
         for peer, entry in list(self._peers.items()):
             verdict = self._judge(peer, entry, now)

@@ -1,12 +1,12 @@
 """Mailboxes: messages between workers, as their server keeps them. Pure.
 
-Each worker has a box on one server. A letter lies there until its receiver asks for it, or goes to
-a request that waits for one. Letters of one sender and tag stay in order. A box keeps a limited
-number of bytes: a letter beyond that waits, and its sender with it, until there is room or it is
-asked for. A message is one letter, or a first one and further ones that are asked for by number.
-Requests may overtake each other on the way, so first letters of one sender, receiver and tag are
-numbered from 1, and so are a receiver's requests for a tag; here they are taken in that order.
-Events go in, effects come out. Read next: ``collective/mailbox.py``.
+Each worker has a box on one server. A letter stays there until its receiver requests it; if a
+request already waits, it gets the letter at once. Letters of one sender and tag stay in order. A
+box keeps a limited number of bytes. A letter over the limit waits, together with its sender, until
+there is room or it is requested. A message is one letter, or a first letter and further ones that
+are requested by number. Messages may overtake each other in the network. So the first letters of
+one sender, receiver and tag are numbered from 1, as are a receiver's requests for a tag, and are
+handled in that order. Events go in, effects come out. Read next: ``collective/mailbox.py``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Generic, NamedTuple, TypeVar
 from pslite.protocol.collective import GroupKey
 
 L = TypeVar("L")
-"""What stands for a letter's contents and its sender."""
+"""The type that represents a letter's contents and its sender."""
 R = TypeVar("R")
-"""What stands for a request to receive."""
+"""The type that represents a request to receive."""
 T = TypeVar("T")
 
 BOX_BYTES = 64 << 20
-"""What one worker's box keeps; a single larger letter is kept, too."""
+"""The most bytes that one worker's box keeps; it also keeps a single larger letter."""
 ANYBODY = -1
-"""Letters of any sender are wanted."""
+"""A request for a letter of any sender."""
 
 
 class Address(NamedTuple):
@@ -38,14 +38,14 @@ class Address(NamedTuple):
     to: int
     tag: int
     message: int
-    """Which message of source, to and tag, or which request of ``to`` for a message of the tag."""
+    """The number of the message of ``source``, ``to`` and ``tag``, or of the request of ``to``."""
     chunk: int = 0
-    """0 in a message's first letter."""
+    """The number of the letter in its message; 0 for the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keep(Generic[L]):
-    """Take the letter over, and tell its sender that it is kept."""
+    """Keep the letter, and tell its sender so."""
 
     letter: L
 
@@ -58,7 +58,7 @@ class Deliver(Generic[L, R]):
     request: R
     source: int
     is_kept: bool
-    """Else its sender waits, too."""
+    """Whether the letter was kept; otherwise its sender waits for an answer too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class _Letter(Generic[L]):
 
 @dataclass(slots=True)
 class _Slot(Generic[L, R]):
-    """Letters, or requests that lack one, of one tag or of one numbered letter."""
+    """Waiting letters, or waiting requests, of one tag or of one numbered letter."""
 
     letters: list[_Letter[L]] = field(default_factory=list)
     requests: list[tuple[int, R]] = field(default_factory=list)
@@ -99,13 +99,13 @@ class _Box(Generic[L, R]):
 
 @dataclass(slots=True)
 class _Stream(Generic[T]):
-    """Letters of one sender that are delivered in the order of their numbers."""
+    """Letters or requests that are handled in the order of their numbers."""
 
     next_number: int = 1
     early: dict[int, T] = field(default_factory=dict)
 
     def in_turn(self, number: int, item: T) -> Iterator[T]:
-        """Note an item; yield those whose turn it is."""
+        """Add an item; yield the items that are next in order."""
         self.early[number] = item
         while self.next_number in self.early:
             self.next_number += 1
@@ -113,7 +113,7 @@ class _Stream(Generic[T]):
 
 
 class Mailboxes(Generic[L, R]):
-    """The boxes of some workers. Ranks are the job's."""
+    """The boxes of some workers. Ranks are those in the job."""
 
     def __init__(self) -> None:
         self._boxes: dict[int, _Box[L, R]] = {}
@@ -122,7 +122,7 @@ class Mailboxes(Generic[L, R]):
         self._asked: dict[Address, _Stream[tuple[Address, R]]] = {}
 
     def send(self, address: Address, nbytes: int, content: L) -> Iterator[MailEffect[L, R]]:
-        """Take a letter of ``address.source``, and those that waited for it."""
+        """Handle a letter of ``address.source``, and later ones that waited for it."""
         if address.chunk:
             yield from self._take(address, nbytes, content)
             return
@@ -131,7 +131,7 @@ class Mailboxes(Generic[L, R]):
             yield from self._take(*letter)
 
     def receive(self, address: Address, request: R) -> Iterator[MailEffect[L, R]]:
-        """Take a request of ``address.to``, and those that waited for it."""
+        """Handle a request of ``address.to``, and later ones that waited for it."""
         if address.chunk:
             yield from self._ask(address, request)
             return
@@ -157,7 +157,7 @@ class Mailboxes(Generic[L, R]):
         yield from _keep_more(box)
 
     def _ask(self, address: Address, request: R) -> Iterator[MailEffect[L, R]]:
-        """Answer a request with the oldest letter that fits, or have it wait for one."""
+        """Answer a request with the oldest matching letter, or let it wait for one."""
         box = self._boxes.setdefault(address.to, _Box())
         slot = box.slots.setdefault(_slot_of(address), _Slot())
         for index, letter in enumerate(slot.letters):
@@ -195,7 +195,7 @@ class Mailboxes(Generic[L, R]):
                 slot.requests = left
 
     def _why_none(self, group: GroupKey, source: int, to: int) -> BaseException | None:
-        """Return why no letter can come any more."""
+        """Return the error if all possible senders are gone; else None."""
         senders = [rank for rank in group.ranks if rank != to] if source == ANYBODY else [source]
         if senders and all(rank in self._gone for rank in senders):
             return self._gone[senders[0]]
@@ -203,7 +203,7 @@ class Mailboxes(Generic[L, R]):
 
 
 def _slot_of(address: Address) -> Address:
-    """Return the address under which a letter and the requests for it meet."""
+    """Return the address of the slot for a letter and for the requests that match it."""
     return address if address.chunk else address._replace(source=ANYBODY, message=0)
 
 

@@ -1,10 +1,10 @@
 """``Rendezvous`` and ``Membership``: joining and members. Pure.
 
 ``Rendezvous`` is the scheduler's side: it collects registrations, gives ranks, and says who is
-missing. Ranks are stable: a node that names its rank (the launcher's order) gets it; others
-take the free ones in the order of registration. Host names never decide (ps-lite sorted by
-them). ``Membership`` is every node's view afterwards: who is who, the epoch, and who is gone.
-``Hearsay`` is what members say of others, which alone does not end a member.
+missing. Ranks are stable: a node that requests a rank (the launcher's order) gets it, and the
+others get free ranks in the order of registration. Host names do not matter (ps-lite sorts by
+them). ``Membership`` is every node's view after that: the members, the epoch, and the gone nodes.
+``Hearsay`` has reports of members about others. Such a report alone does not remove a member.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Refusal:
 
     reason: str
     fatal: bool = False
-    """The nodes disagree about the job itself, so it cannot come about at all."""
+    """Whether the nodes disagree about the job itself, so that it cannot start."""
 
 
 class Rendezvous:
@@ -37,13 +37,13 @@ class Rendezvous:
         self._wanted = {Role.WORKER: num_workers, Role.SERVER: num_servers}
         self._package = package
         self._started_at = 0.0
-        #: Who has come, in the order of coming.
+        #: The registered nodes, in the order of registration.
         self.registered: tuple[NodeInfo, ...] = ()
-        #: All nodes by role and rank (workers, then servers); empty until all are there.
+        #: All nodes by role and rank (workers, then servers); empty until all have registered.
         self.roster: tuple[NodeInfo, ...] = ()
 
     def begin(self, now: float) -> None:
-        """Start to count the time that nodes wait."""
+        """Start to measure how long nodes wait."""
         self._started_at = now
 
     def register(
@@ -115,7 +115,7 @@ class Rendezvous:
         return tuple(roster)
 
     def missing(self) -> tuple[str, ...]:
-        """Return who has not come, for people: ``2 of 4 workers``."""
+        """Return the missing nodes, for people: ``2 of 4 workers``."""
         lines = []
         for role, wanted in self._wanted.items():
             there = sum(1 for node in self.registered if node.role == role.value)
@@ -125,7 +125,7 @@ class Rendezvous:
         return tuple(lines)
 
     def present(self) -> tuple[str, ...]:
-        """Return who has come, for people."""
+        """Return the registered nodes, for people."""
         return tuple(f"{node.role} on {node.host} (pid {node.pid})" for node in self.registered)
 
     def waited_s(self, now: float) -> float:
@@ -138,7 +138,7 @@ class Gone:
 
     node: NodeInfo
     left: bool
-    """It said goodbye (and was not lost)."""
+    """Whether it said goodbye (and was not lost)."""
     reason: str
 
     @property
@@ -149,7 +149,7 @@ class Gone:
 
     @property
     def error(self) -> NodeLostError:
-        """The error for those who still wait for the node; says what to do about it."""
+        """The error for calls that need the node; it says what to do."""
         is_early = self.left and self.node.role == Role.WORKER.value
         text = f"{self.sentence}; {_SAME_ROUNDS}" if is_early else self.sentence
         return NodeLostError(text, role=self.node.role, rank=self.node.rank)
@@ -160,25 +160,25 @@ class Membership:
     """A node's view of the cluster: members, their names, lost nodes and the epoch."""
 
     role: Role
-    """This node's."""
+    """The role of this node."""
     roster: tuple[NodeInfo, ...] = ()
     epoch: int = 0
     gone: dict[int, Gone] = field(default_factory=dict)
     has_said_goodbye: bool = False
-    """Whether this node has told the others that it wants nothing more than answers."""
+    """Whether this node has told the others that it waits only for answers."""
     told: set[int] = field(default_factory=set)
-    """Those of them that have said goodbye to this node itself."""
+    """The ids of nodes that have said goodbye to this node itself."""
     ended: set[int] = field(default_factory=set)
-    """Those of them that have said goodbye and are not there any more."""
+    """The ids of nodes that have said goodbye and have ended."""
     ending: set[int] = field(default_factory=set)
-    """Those that have said that they end, because they have lost another node: they know why."""
+    """The ids of nodes that have said that they end because of a lost node."""
     uids: dict[int, str] = field(default_factory=dict)
     """Node id -> the van's name of the node."""
     node_ids: dict[str, int] = field(default_factory=dict)
-    """And the other way round."""
+    """The van's name of a node -> node id."""
 
     def begin(self, roster: tuple[NodeInfo, ...]) -> None:
-        """Take in the roster: the cluster is complete, in epoch 1."""
+        """Set the roster: the cluster is complete, in epoch 1."""
         self.roster, self.epoch = roster, 1
         self.uids = {node.node_id: node.uid for node in roster}
         self.node_ids = {node.uid: node.node_id for node in roster}
@@ -193,12 +193,12 @@ class Membership:
         return node.title if node is not None else f"{role_of(node_id).value} (node {node_id})"
 
     def peer_title(self, uid: str) -> str:
-        """Return the name for people behind a van's name."""
+        """Return the name for people of the node with this name in the van."""
         node_id = self.node_ids.get(uid)
         return uid if node_id is None else self.title(node_id)
 
     def neighbours(self) -> list[NodeInfo]:
-        """Return the nodes of other roles that are there: those this one talks to."""
+        """Return the present nodes of other roles, with which this node communicates."""
         return [
             node
             for node in self.roster
@@ -206,7 +206,7 @@ class Membership:
         ]
 
     def listeners(self) -> list[NodeInfo]:
-        """Return the neighbours, and those that left and wait for answers still."""
+        """Return the neighbours, and nodes that left but may still wait for answers."""
         return [
             node
             for node in self.roster
@@ -215,12 +215,12 @@ class Membership:
         ]
 
     def is_leaving(self, node_id: int) -> bool:
-        """Return whether a node has said goodbye and may be there still."""
+        """Return whether a node has said goodbye but may not have ended yet."""
         gone = self.gone.get(node_id)
         return gone is not None and gone.left and node_id not in self.ended
 
     def depart(self, node_id: int, *, left: bool, reason: str) -> Gone | None:
-        """Note that a node is gone; None when that was known or it is not a member."""
+        """Note that a node is gone; return None if that was known or it is not a member."""
         node = self.node(node_id)
         if node is None or node_id in self.gone:
             return None
@@ -229,14 +229,14 @@ class Membership:
         return gone
 
     def has_gone(self, uid: str) -> bool:
-        """Return whether this is the van's name of a node that will not come back."""
+        """Return whether the node with this name in the van is gone and has ended."""
         node = self.node_ids.get(uid)
         return node in self.gone and not self.is_leaving(node)
 
     def why_unreachable(
         self, nodes: Sequence[int], own: NodeInfo | None
     ) -> NodeLostError | UsageError | None:
-        """Return why the node ``own`` cannot ask these; None where it can."""
+        """Return the error if the node ``own`` cannot send to ``nodes``; else None."""
         if own is None:
             return UsageError("requests need a complete cluster; wait for node.ready first")
         for node in nodes:
@@ -252,7 +252,7 @@ class Membership:
         return None
 
     def live(self, role: Role) -> tuple[int, ...]:
-        """Return the ranks of a role that are still there."""
+        """Return the ranks of a role that are not gone."""
         return tuple(
             node.rank
             for node in self.roster
@@ -267,28 +267,28 @@ class _Said:
     title: str
     until: float
     ended: str | None = None
-    """Why the speaker is gone itself, where that is so."""
+    """Why the reporting member is gone itself; None if it is not."""
 
 
 class Hearsay:
     """Reports of lost nodes by members, and the members that wait for them.
 
-    Who is lost is decided by the scheduler, by what it sees itself, so that no member can end
-    another. But a member that has lost another one ends, and should not be named as the cause if
-    it is a consequence: its end is put off for the time in which its word comes true, if it does.
+    The scheduler decides from its own observations which node is lost, so that a member cannot
+    remove another. But a member that has lost another member ends too, and must not be named as the
+    cause. So the news of its end is postponed until its report can be confirmed.
     """
 
     def __init__(self) -> None:
         self._said: dict[int, _Said] = {}
 
     def note(self, speaker: int, about: int, reason: str, title: str, until: float) -> None:
-        """Note that ``speaker`` says that ``about`` is lost. Its last word counts."""
+        """Note that ``speaker`` reports the loss of ``about``; replaces earlier reports."""
         said = self._said.get(speaker)
         if said is None or said.ended is None:
             self._said[speaker] = _Said(about, reason, title, until)
 
     def puts_off(self, speaker: int, reason: str, now: float) -> bool:
-        """Return whether the end of ``speaker`` is put off; ``ended`` returns it later."""
+        """Return whether the end of ``speaker`` is postponed; ``ended`` returns it later."""
         said = self._said.get(speaker)
         if said is None or now >= said.until:
             return False
@@ -298,7 +298,7 @@ class Hearsay:
         return True
 
     def ended(self, now: float) -> list[tuple[int, str]]:
-        """Return who was put off for long enough and counts as gone, and why."""
+        """Return and remove members whose end was postponed long enough, with reasons."""
         over = [
             speaker
             for speaker, said in self._said.items()
@@ -307,5 +307,5 @@ class Hearsay:
         return [(speaker, self._said.pop(speaker).ended or "") for speaker in over]
 
     def words(self) -> list[tuple[int, int, str]]:
-        """Return who says that a member is lost, which one, and why, in their order."""
+        """Return the reports in order, as (speaker, lost member, reason)."""
         return [(speaker, said.about, said.reason) for speaker, said in self._said.items()]

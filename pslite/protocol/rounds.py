@@ -1,18 +1,19 @@
 """The rounds of one part: contributions, complete rounds, waiting pulls.
 
-Pure: no socket, thread or clock; payloads are opaque. Two machines share one interface:
+Pure: no socket, thread or clock; payloads are opaque. Two state machines share one interface:
 
-``SyncRounds``: round t is complete when every expected rank has contributed to it - a set of
-ranks, never a count of requests, so a repeated message cannot complete it. Contributions are
-handed on in rank order, whatever the order of arrival, so sums repeat to the last bit.
+``SyncRounds``: round t is complete when every expected rank has contributed to it. It checks the
+set of ranks, not the number of requests, so a repeated message cannot complete a round. It returns
+contributions in rank order, so sums repeat to the last bit.
 
-``AsyncRounds``: every contribution is applied by itself; those of one worker in the order of
-their numbers, those of different workers as they come.
+``AsyncRounds``: every contribution is applied by itself: those of one worker in the order of their
+numbers, those of different workers in the order of arrival.
 
-In both, a contribution is (rank, round): each worker counts its own pushes of the part, from
-1. A repeated one is known by its number and never applied again. One that runs ahead waits in
-a window; beyond the window the sender broke the protocol. A pull carries ``after_round``, its
-sender's own pushes so far, and is due once those are applied. Next: ``plane/unit.py``.
+In both, a contribution is (rank, round): each worker counts its own pushes of the part, from 1. A
+repeated contribution is known by its number and is not applied again. An early one waits if it is
+within the window; otherwise the sender has broken the protocol. A pull has ``after_round``, the
+number of its sender's pushes so far, and is answered once these are applied. Read next:
+``plane/unit.py``.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Verdict(enum.Enum):
 
     TAKEN = "taken"
     REPEATED = "repeated"
-    """Known already, and not applied yet."""
+    """Received before, and not applied yet."""
     APPLIED = "applied"
-    """Known already, and applied; only the answer is wanted again."""
+    """Received before, and applied; the sender only needs the answer again."""
     TOO_FAR = "too far"
     """Beyond the window: the sender should have waited."""
     HOPELESS = "hopeless"
@@ -43,7 +44,7 @@ class Batch:
     """Contributions that are applied together."""
 
     rounds: tuple[tuple[int, int], ...]
-    """(rank, round) of each, in rank order."""
+    """(rank, round) of each contribution, in rank order."""
     payloads: tuple[Any, ...]
     """Parallel to ``rounds``."""
 
@@ -53,12 +54,12 @@ class SyncRounds:
 
     def __init__(self, expected: Iterable[int], window: int) -> None:
         self._expected = frozenset(expected)
-        #: How many rounds a rank may contribute to ahead of the open one.
+        #: How many rounds after the open one a rank may contribute to.
         self.window = window
         self._open: dict[int, dict[int, Any]] = {}
         self._running = False
         self._dead_from: int | None = None
-        #: The rank without which no further round can be complete, once it is gone.
+        #: The gone rank without which further rounds cannot be complete; None if none is gone.
         self.blocked_by: int | None = None
         self.version = 0
 
@@ -106,11 +107,11 @@ class SyncRounds:
         return Verdict.TAKEN
 
     def knows(self, rank: int, round_: int) -> bool:
-        """Return whether a rank's contribution to a round is here, or applied."""
+        """Return whether a rank's contribution to a round has arrived or is applied."""
         return round_ <= self.version or rank in self._open.get(round_, ())
 
     def start(self) -> Batch | None:
-        """Return the next complete round, unless one is being applied, and count it so."""
+        """Start the next complete round and return it; None if there is none to start."""
         if self._running:
             return None
         contributions = self._open.get(self.version + 1)
@@ -142,7 +143,7 @@ class SyncRounds:
         return not self._running and after_round <= self.version
 
     def missing(self) -> tuple[int, tuple[int, ...]] | None:
-        """Return the open round and the ranks that it waits for; None: none is open."""
+        """Return the open round and the ranks that it waits for; None if not open."""
         contributions = self._open.get(self.version + 1)
         if contributions is None or self._running:
             return None
@@ -157,11 +158,11 @@ class SyncRounds:
         ]
 
     def abandon(self, rank: int) -> list[tuple[int, int]]:
-        """Give up the rounds that can never be complete without ``rank``, which is gone.
+        """Give up the rounds that cannot be complete without ``rank``, which is gone.
 
-        The first round that it has not contributed to, and all behind it, whose turn never
-        comes. Returns (rank, round) of the contributions that are thereby refused; the rounds
-        do not count as applied.
+        These are the first round without its contribution and all later rounds. Returns (rank,
+        round) of the contributions that are refused for this reason; these rounds do not count as
+        applied.
         """
         if rank not in self._expected:
             return []
@@ -181,10 +182,10 @@ class AsyncRounds:
     """Rounds of a part that applies each contribution by itself."""
 
     def __init__(self, window: int) -> None:
-        #: How many contributions of a rank may wait for an earlier one of it.
+        #: How many contributions of a rank may wait for an earlier one.
         self.window = window
         self._ranks: dict[int, SyncRounds] = {}
-        #: The ranks of what waits, in the order of arrival.
+        #: The rank of each waiting contribution, in the order of arrival.
         self._order: list[int] = []
         #: The rank whose contribution is being applied.
         self._running: int | None = None
@@ -220,11 +221,11 @@ class AsyncRounds:
         return verdict
 
     def knows(self, rank: int, round_: int) -> bool:
-        """Return whether this contribution is here, or applied."""
+        """Return whether this contribution has arrived or is applied."""
         return self._of(rank).knows(rank, round_)
 
     def start(self) -> Batch | None:
-        """Return the longest-waiting contribution whose turn it is, if none is applied."""
+        """Start the oldest contribution that is next of its rank, and return it; or None."""
         for position, rank in enumerate(self._order if self._running is None else ()):
             batch = self._ranks[rank].start()
             if batch is not None:
@@ -254,7 +255,7 @@ class AsyncRounds:
         return self._running is None and after_round <= self.applied(rank)
 
     def missing(self) -> tuple[int, tuple[int, ...]] | None:
-        """Return None: no worker waits for another here."""
+        """Return None, because workers do not wait for each other here."""
         return None
 
     def waiting(self) -> list[tuple[int, int]]:
@@ -262,7 +263,7 @@ class AsyncRounds:
         return [entry for _, rounds in sorted(self._ranks.items()) for entry in rounds.waiting()]
 
     def abandon(self, rank: int) -> list[tuple[int, int]]:
-        """Drop what a gone worker sent whose turn never comes; the rest stays valid."""
+        """Drop contributions of a gone worker that wait for its missing ones."""
         rounds = self._of(rank)
         for _ in rounds.abandon(rank):
             self._order.remove(rank)

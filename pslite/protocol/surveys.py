@@ -1,22 +1,22 @@
 """``Surveys``: status requests of the scheduler, and deadlocks. Pure.
 
-``Surveys`` decides for observers, ``Looks`` for the search of deadlocks, which asks like an
-observer. Used by ``pslite/node/surveyor.py``.
+``Surveys`` decides for observers, and ``Looks`` for the search for deadlocks, which asks like an
+observer. ``pslite/node/surveyor.py`` uses both.
 
-One survey is under way at a time; who asks meanwhile gets the same. One that was begun a moment
-ago is given again, so that frequent questions cannot make the nodes busy; and no asker is answered
-more often than that, so that answers to somebody who does not read them do not pile up. A survey
-is over when all nodes have answered or ``ANSWER_S`` has passed: a node that is stopped holds
-no asker up. Nothing is kept for long of the askers, and ``MAX_ASKERS`` may wait.
+One survey runs at a time, and everyone who asks in that time gets its result. A survey that began
+a moment ago is used again, so that frequent questions do not make the nodes busy. No asker is
+answered more often than that, so that unread answers do not pile up. A survey ends when all nodes
+have answered or ``ANSWER_S`` has passed, so a stopped node does not delay askers. At most
+``MAX_ASKERS`` may wait.
 
-A worker says when a wait of it has lasted long. Once all have, the scheduler asks every node for
-its report: whether it continues only when a message arrives, and a number that changes with each
-message. Where that holds for all of them, and holds again with the same numbers for a second
-round of questions, asked after all first answers, there was a moment between the two at which no
-node could act and no message was under way: no node will ever act again, whatever calls they wait
-in. The end of a distributed computation is found in this way (F. Mattern, "Algorithms for
-distributed termination detection", Distributed Computing 2, 1987). A node that does not answer,
-or is busy, or has moved, ends the looking until all workers have spoken again.
+A worker reports when one of its waits has lasted long. Once all workers have, the scheduler asks
+every node for two things: whether it can act only after a message arrives, and a number that
+changes with each message. If all nodes answer yes, and answer a second round of questions, asked
+after all first answers, with yes and the same numbers, then there was a moment between the rounds
+when no node could act and no message was in flight. So no node will ever act again, whatever
+calls they wait in. This is how the end of a distributed computation is detected (F. Mattern,
+"Algorithms for distributed termination detection", Distributed Computing 2, 1987). If a node does
+not answer, is busy or has a new number, the search ends until all workers have reported again.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 ANSWER_S = 2.0
-"""Nodes have so long to answer."""
+"""The time that nodes have to answer."""
 FRESH_S = 0.5
-"""A survey that is younger is given again."""
+"""A survey that is younger than this is used again."""
 MAX_ASKERS = 64
-"""The oldest is forgotten for one more."""
+"""The most waiting askers; a further one replaces the oldest."""
 PAUSE_S = 1.0
-"""Between two looks; more than the age of a survey that is given again (``FRESH_S``)."""
+"""The time between two rounds of questions; more than ``FRESH_S``, so that both are asked."""
 AGAIN_S = 10.0
-"""A look that has come to no end is taken again; an answer takes at most ``ANSWER_S``."""
+"""An unfinished round of questions is repeated after this time, which exceeds ``ANSWER_S``."""
 
 
 class Surveys(Generic[T]):
     """The open or last survey of a job's status."""
 
     def __init__(self) -> None:
-        #: What each node has answered.
+        #: Node id -> its report.
         self.reports: dict[int, T] = {}
         self._number = 0
         self._askers: dict[str, int] = {}
-        #: Who was answered a moment ago, and when.
+        #: The askers that were answered a moment ago -> when.
         self._told: dict[str, float] = {}
         self._waiting: set[int] = set()
         self._began_at: float | None = None
@@ -91,7 +91,7 @@ class Surveys(Generic[T]):
         return served
 
     def next_due(self) -> float | None:
-        """Return when ``take_served`` has somebody though no node answers."""
+        """Return when to call ``take_served`` if no node answers before."""
         if self._due_at is not None or not self._askers:
             return self._due_at
         return min(self._told.get(asker, 0.0) + FRESH_S for asker in self._askers)
@@ -101,29 +101,30 @@ class Looks:
     """The detection that all workers of a job wait for each other."""
 
     def __init__(self) -> None:
-        #: When the next question is to be asked.
+        #: When to ask the next question.
         self.due_at: float | None = None
-        #: Workers that have waited for long since the last conclusion.
+        #: Workers that have reported a long wait since the last result.
         self._waiting: set[int] = set()
         self._before: dict[int, int] | None = None
 
     def long_wait(self, worker: int, num_workers: int, now: float) -> None:
-        """Note that a thread of ``worker``, one of ``num_workers``, has waited for long."""
+        """Note that a thread of ``worker`` has waited for a long time."""
         self._waiting.add(worker)
         if self.due_at is None and len(self._waiting) == num_workers:
             self.due_at = now
 
     def take_due(self, now: float) -> bool:
-        """Return whether all nodes are to be asked now."""
+        """Return whether to ask all nodes now."""
         if self.due_at is None or now < self.due_at:
             return False
         self.due_at = now + AGAIN_S
         return True
 
     def seen(self, moved: Mapping[int, int], num_nodes: int, now: float) -> bool:
-        """Take the nodes' answers, -1 for one that may act; return whether all are stuck.
+        """Check the nodes' numbers; return whether all nodes are stuck for ever.
 
-        Nodes that have not answered are not in it; ``num_nodes`` should.
+        ``moved`` has -1 for a node that may act, and lacks nodes without an answer. ``num_nodes``
+        is how many should have answered.
         """
         before, self._before = self._before, None
         self.due_at = None

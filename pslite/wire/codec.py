@@ -2,9 +2,9 @@
 
 A transmission is a header frame and any number of payload frames. The header is one msgpack
 array: the envelope's ten fields, then the message's fields in the order of its dataclass.
-Everything is checked before it is used: the version, the number of fields, each field's
-type, that counts fit, and that numbers are in their range. What fails a check is a
-``ProtocolError``, never a crash. The layout is numbered in ``docs/wire.md``.
+All data is checked before it is used: the version, the number of fields, each field's type, equal
+lengths of parallel lists, and the range of numbers. A failed check raises ``ProtocolError`` and
+never crashes. ``docs/wire.md`` describes the layout.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ VERSION = 5
 MAX_HEADER_BYTES = 16 << 20
 MAX_FRAMES = 65_536
 MAX_INTEGERS = 1 << 18
-"""Elements in one list of integers."""
+"""The most elements in one list of integers."""
 MAX_LISTED = 65_536
-"""Elements in one list of texts or nodes."""
+"""The most elements in one list of texts or nodes."""
 MAX_NAME_BYTES = 512
-"""Bytes of each text in a node's entry."""
+"""The most characters of each text in a node's entry."""
 MAX_JOB_BYTES = 4096
 _MAX_NUMBER = (1 << 63) - 1
 _ENVELOPE_FIELDS = 10
@@ -51,15 +51,15 @@ class Envelope:
     sender: int
     """Incarnation of the sending process."""
     receiver: int
-    """Incarnation that the message is meant for; 0 while it is not known yet."""
+    """Incarnation of the receiver; 0 if it is not known yet."""
     sequence: int
-    """Number within the channel between the two; 0 for messages that are not repeated."""
+    """Number in the channel between the two; 0 for messages that are not repeated."""
     accepted: int
     """Acknowledges all sequence numbers of the other direction up to this one ..."""
     accepted_also: Ints
     """... and these."""
     shared: Ints
-    """Payload frames in memory of the sender that the receiver has mapped; four numbers each."""
+    """Descriptors (four numbers each) of payload frames in shared memory of the sender."""
     message: Message
 
 
@@ -136,7 +136,7 @@ def _unpack_time(field: Any) -> float:
     return field
 
 
-#: Annotation of a field -> how it is unpacked.
+#: Annotation of a field -> the function that unpacks it.
 _UNPACKERS: dict[Any, Callable[[Any], Any]] = {
     Ints: _unpack_ints,
     Naturals: partial(_unpack_ints, is_natural=True),
@@ -146,7 +146,7 @@ _UNPACKERS: dict[Any, Callable[[Any], Any]] = {
     float: _unpack_time,
     **{kind: partial(_exactly, kind) for kind in (bool, int, str, bytes)},
 }
-#: How it is packed, where msgpack needs help.
+#: Annotation of a field -> the function that packs it, if msgpack cannot.
 _PACKERS: dict[Any, Callable[[Any], Any]] = {
     Ints: _pack_ints,
     Naturals: _pack_ints,
@@ -166,8 +166,8 @@ class _MessageLayout:
         self.kind = kind
         self._unpackers = [_UNPACKERS[each] for each in kinds]
         self._packers = [(at, _PACKERS[each]) for at, each in enumerate(kinds) if each in _PACKERS]
-        #: Numbers and times that are checked on the way out, too: what no receiver accepts
-        #: would be sent again for ever.
+        #: Numbers and times that are also checked before sending: a message that receivers reject
+        #: would be repeated for ever.
         self._bounded = [at for at, each in enumerate(kinds) if each in (float, Natural)]
         self._parallel = [self._names.index(name) for name in kind.PARALLEL]
 
@@ -225,7 +225,7 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
     """Return the envelope in a transmission's header frame (``frames[0]``).
 
     Raises:
-        ProtocolError: the header is not what ``docs/wire.md`` allows.
+        ProtocolError: the header breaks a rule of ``docs/wire.md``.
     """
     if not frames or len(frames) > MAX_FRAMES:
         raise ProtocolError(f"expected 1 to {MAX_FRAMES} frames, got {len(frames)}")
@@ -273,17 +273,17 @@ def pack_value(value: Any) -> bytes:
 
 
 def unpack_value(data: Buffer) -> Any:
-    """Return the plain data in ``data``; never code, never objects.
+    """Return the plain data in ``data``; never runs code or makes other objects.
 
     Raises:
-        ProtocolError: the bytes are malformed, too many, or nested too deeply.
+        ProtocolError: the data is malformed, too long, or nested too deeply.
     """
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"plain data must have at most {MAX_HEADER_BYTES} bytes, got {len(data)}"
         )
-    # An array reserves memory for as many elements as it claims to have, at every level. Who walks
-    # over the data first and finds all of them there reserves no more than there are bytes.
+    # msgpack reserves memory for as many elements as an array claims to have, at every level. The
+    # walk over the data checks first that all elements exist, which limits the memory.
     walker = msgpack.Unpacker(read_size=len(data) or 1, max_buffer_size=MAX_HEADER_BYTES)
     walker.feed(data)
     try:

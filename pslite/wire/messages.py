@@ -1,12 +1,12 @@
 """Every message that nodes exchange: one frozen dataclass each, nothing else.
 
-Read it as a dialogue: joining, barriers, leaving, then data (rounds of parts), then
-requests of apps, then what observers of a job ask. ``docs/wire.md`` numbers the same messages
-for readers of the wire; a test holds both together. This module does no I/O and knows no
-socket. Next: ``codec.py``, which turns these into frames and back.
+Read it as a dialogue: joining, barriers, leaving, then data (rounds of parts), then requests of
+apps, then questions of observers. ``docs/wire.md`` numbers the same messages; a test checks that
+both agree. This module does no I/O. Read next: ``codec.py``, which turns messages into frames and
+back.
 
-``Ints`` fields travel as packed little-endian 64-bit words, one word an element, so a message about
-hundreds of parts costs no per-element parsing.
+``Ints`` fields are sent as packed little-endian 64-bit words, one word per element, so a message
+about hundreds of parts needs no parsing of single elements.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Accepted(Message):
-    """Carries nothing but the envelope's acknowledgements: "I have all these"."""
+    """A message that carries only the envelope's acknowledgements."""
 
     RELIABLE: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
 class Beat(Message):
-    """Sign of life of the sender's own code, every PS_HEARTBEAT_INTERVAL."""
+    """A heartbeat of the sender's own code, every PS_HEARTBEAT_INTERVAL."""
 
     RELIABLE: ClassVar[bool] = False
 
@@ -52,10 +52,10 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class Register(Message):
-    """A node asks the scheduler to take it in."""
+    """A node asks the scheduler to add it to the job."""
 
     node: Nodes
-    """One entry. Its rank is the wanted one, or -1 for any."""
+    """One entry. Its rank is the requested one, or -1 for any."""
     num_workers: Natural
     num_servers: Natural
     package: str
@@ -64,7 +64,7 @@ class Register(Message):
 
 @dataclass(frozen=True, slots=True)
 class Roster(Message):
-    """The scheduler's answer once everybody is there."""
+    """The scheduler's answer once all nodes have registered."""
 
     node_id: Natural
     """The receiver's own id."""
@@ -74,7 +74,7 @@ class Roster(Message):
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Message):
-    """Who is there and who is missing, while nodes wait for the roster."""
+    """The present and the missing nodes, for nodes that wait for the roster."""
 
     RELIABLE: ClassVar[bool] = False
     present: Texts
