@@ -1,9 +1,9 @@
 """Callbacks at the end of a batch or epoch: speed, metrics, a bar, checkpoints.
 
 Every callback takes one object with MXNet's attributes ``epoch``, ``nbatch`` and
-``eval_metric`` (``kvstore.model.Progress`` has them, and so has MXNet's ``BatchEndParam``); they
-run on the thread that called ``fit``. Lines go to the loggers of ``logging``, so
-``logging.basicConfig(level=logging.INFO)`` makes them seen. Read next: ``mxnet/metric/base.py``.
+``eval_metric`` (``kvstore.model.Progress`` and MXNet's ``BatchEndParam`` have them). Callbacks run
+on the thread that called ``fit``. Lines are written by loggers of ``logging``, so call
+``logging.basicConfig(level=logging.INFO)`` to see them. Read next: ``mxnet/metric/base.py``.
 
 Source of names and meaning: ``python/mxnet/callback.py`` of the original.
 """
@@ -199,7 +199,7 @@ def do_checkpoint(prefix: str | Path, period: int = 1) -> Checkpoint:
 def module_checkpoint(
     mod: Any, prefix: str | Path, period: int = 1, save_optimizer_states: bool = False
 ) -> Callable[..., None]:
-    """Return an ``epoch_end_callback`` by which ``mod`` saves itself.
+    """Return an ``epoch_end_callback`` that saves ``mod``.
 
     It saves every ``period`` epochs.
 

@@ -1,8 +1,8 @@
 """``NDArrayIter``: batches of arrays in host memory, and ``ResizeIter``.
 
-A loop of one's own can iterate over it; ``FeedForward`` takes the arrays out of it and deals
-them out among workers itself. Plain Python: no thread, and the arrays are only read. An object
-belongs to one thread at a time. Read next: ``model.py``.
+Your own loop can iterate over it. ``FeedForward`` reads its arrays and distributes the samples over
+the workers itself. No threads; the arrays are only read. One thread at a time may use an object.
+Read next: ``model.py``.
 
 Source of names and meaning: ``python/mxnet/io/io.py`` of the original.
 """
@@ -56,14 +56,14 @@ class DataDesc(_NameAndShape):
 
 @dataclass(eq=False)
 class DataBatch:
-    """A batch: lists of arrays, as MXNet has them."""
+    """A batch with lists of arrays, as in MXNet."""
 
     data: list[Any]
     label: list[Any] | None = None
     pad: int = 0
-    """How many of the last samples are there to fill the batch only."""
+    """How many samples at the end only fill the batch."""
     index: HostArray | None = None
-    """Which samples these are."""
+    """The indices of the samples."""
     bucket_key: Any = None
     provide_data: list[DataDesc] | None = None
     provide_label: list[DataDesc] | None = None
@@ -132,12 +132,12 @@ class NDArrayIter:
 
     @property
     def data(self) -> list[tuple[str, nd.NDArray]]:
-        """Names and arrays, copied, in the order of this pass."""
+        """The names, and copies of the arrays in the order of this pass."""
         return [(name, each.batch(self.idx)) for name, each in self._data.items()]
 
     @property
     def label(self) -> list[tuple[str, nd.NDArray]]:
-        """The same of the labels; empty without."""
+        """The names and copies of the labels, as ``data``; empty without labels."""
         return [(name, each.batch(self.idx)) for name, each in self._label.items()]
 
     @property
@@ -147,7 +147,7 @@ class NDArrayIter:
 
     @property
     def provide_label(self) -> list[DataDesc]:
-        """The names and shapes of a batch's ``label``; empty without."""
+        """The names and shapes of a batch's ``label``; empty without labels."""
         return [each.described(name, self) for name, each in self._label.items()]
 
     def __iter__(self) -> NDArrayIter:
@@ -171,7 +171,7 @@ class NDArrayIter:
         self._batches = self._pass()
 
     def hard_reset(self) -> None:
-        """Begin a pass without what was kept for it."""
+        """Begin the next pass, and drop the samples that ``roll_over`` kept."""
         self._left = np.zeros(0, np.int64)
         self.reset()
 
@@ -200,7 +200,7 @@ class NDArrayIter:
     # -- inside ----------------------------------------------------------------------------
 
     def _pass(self) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """Yield the samples of each batch, and how many only fill it up."""
+        """Yield the sample indices of each batch, and how many only fill the batch."""
         size = self.batch_size
         order = np.concatenate([self._left, self.idx])
         self._left = np.zeros(0, np.int64)
@@ -231,7 +231,7 @@ class ResizeIter:
         self.size = size
         self.reset_internal = reset_internal
         self.cur = 0
-        """How many batches of this pass are behind."""
+        """How many batches of this pass were returned."""
         self.batch_size = data_iter.batch_size
         self.provide_data = data_iter.provide_data
         self.provide_label = data_iter.provide_label
@@ -266,7 +266,7 @@ class ResizeIter:
 
 
 class _Source(NamedTuple):
-    """An array of which batches are made, as it was given."""
+    """An array that batches are taken from, as it was given."""
 
     values: HostArray
     dtype: Any
@@ -280,7 +280,7 @@ class _Source(NamedTuple):
 
 
 def _named(what: str, given: Any, name: str) -> dict[str, _Source]:
-    """Return the arrays of ``data`` or ``label`` by their names, which are in order."""
+    """Return the arrays of ``data`` or ``label`` by name, in order."""
     if isinstance(given, Mapping):
         arrays = dict(sorted(given.items()))
     elif isinstance(given, list | tuple) and given and all(hasattr(one, "shape") for one in given):

@@ -1,9 +1,9 @@
 """``FeedForward``: train a network over devices and workers through a KVStore.
 
-Each batch is cut over the devices, every device computes gradients with its own copy of the
-parameters, and one ``pushpull`` moves the whole model: the store adds the gradients of all
-devices and workers, updates, and the new weights land in every copy. The same loop serves one
-device and a cluster. A fit that was saved at the end of an epoch continues from there to the same
+Each batch is divided over the devices, and every device computes gradients with its own copy of the
+parameters. One ``pushpull`` exchanges the whole model: the store adds the gradients of all devices
+and workers and updates, and each copy gets the new weights. The same loop is used for one device
+and for a cluster. A fit that continues from a file saved at the end of an epoch gives the same
 bits. Stores and callbacks are only called from the caller's thread. Read next:
 ``mxnet/fit/loop.py`` for the loop, ``mxnet/fit/network.py`` for what a network must offer and how
 samples are dealt out, then ``examples/image_classification``.
@@ -233,7 +233,7 @@ class FeedForward:
             raise UsageError("fit needs num_epoch, the number of epochs; pass it to FeedForward")
         slices = self._slices(work_load_list)
         metric = create_metric(eval_metric)
-        # Another object: the training metric is still to be read when this one is reset.
+        # A separate object, so that its reset does not change the training metric.
         own_metric = create_metric(copy.deepcopy(eval_metric))
         evaluation = Evaluation(own_metric, eval_batch_end_callback)
         held_out = None if eval_data is None else self._samples(*checked_eval_data(eval_data))
@@ -405,7 +405,7 @@ class FeedForward:
         return Replica(self.ctx[0], self.symbol, slice(None), self.arg_params, aux)
 
     def _updates(self, store: KVStoreBase) -> Updates:
-        """Return where updates happen: on the store when it is one of ours and can."""
+        """Return the ``Updates`` of a fit: on the store if it supports that, else here."""
         self._rank = store.rank
         if isinstance(store, KVStore) and store.is_capable(KVStore.OPTIMIZER):
             return OnStore(store, self._make_optimizer(store))
@@ -444,7 +444,7 @@ class FeedForward:
         )
 
     def _save_states(self, prefix: Prefix, epoch: int) -> bool:
-        """Return whether there was a store to save the optimizer's states from."""
+        """Save the optimizer's states if there is a store; return whether they were."""
         if self._states is None:
             return False
         try:

@@ -1,10 +1,10 @@
 """``mx.random``: random NDArrays, the same in every run with the same seed.
 
 Numbers are drawn on the host by NumPy's PCG64 and copied to the device, so that they are the
-same on every device; they are not those that MXNet draws from this seed. The generator is the
-one state of a process that these functions share: any thread may draw, and the order of draws
-of several threads is theirs. As in MXNet it starts from seed 0, on every worker alike; call
-``seed(kv.rank)`` where workers must differ. Read next: ``mxnet/nd/__init__.py``.
+same on every device. They differ from MXNet's numbers for the same seed. All functions share one
+generator for the process. Any thread may draw; with several threads the order of draws is not
+fixed. As in MXNet, the generator starts from seed 0 on every worker; call ``seed(kv.rank)`` if
+workers must differ. Read next: ``mxnet/nd/__init__.py``.
 
 Source of the names: ``python/mxnet/random.py`` and ``ndarray/random.py`` of 1.9.1.
 """

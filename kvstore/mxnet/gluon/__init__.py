@@ -6,7 +6,7 @@
     ...
     trainer.step(batch_size)
 
-Only names; no threads. Read next: ``trainer.py``; for users, ``docs/trainer.md``.
+This module only exports names. Read next: ``trainer.py``; for users, ``docs/trainer.md``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The optimizer of a ``Trainer``, and the check that workers agree.
 
-Each worker says in a row of a small table what it is about to do: batch size, learning rate, which
-parameters. The table travels through a store of its own that only adds, so every worker sees every
-row; an error is raised on all of them alike, before a gradient is sent, and none waits for another
-that does something else. It costs a step one round trip of some bytes. Called from the trainer's
-thread.
+Before each step, each worker describes it in a row of a small table: batch size, parameters and so
+on. The table is exchanged through a separate store that only adds, so every worker gets all rows.
+If rows differ, all workers raise the same error before a gradient is sent, so no worker waits for
+another one that does something else. This costs each step one round trip of some bytes. Called
+from the trainer's thread.
 
-A ``Parameter`` may get another ``lr_mult`` or ``wd_mult`` at any time, to freeze a layer for
-instance; optimizers are values, so another one takes its place. Read next: ``trainer_store.py``.
+The ``lr_mult`` or ``wd_mult`` of a ``Parameter`` may be changed at any time, for example to freeze
+a layer. Optimizers are immutable, so ``Factors`` finds the changes and a new optimizer replaces
+the old one. Read next: ``trainer_store.py``.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ Table = np.ndarray[Any, np.dtype[np.float64]]
 _KEY = "what the workers do"
 _TEXTS = "what the workers have"
 MAX_TEXT_BYTES = 1024 * 1024
-"""More of what a worker has is not shown to the others."""
+"""The most text that a worker shows to the others."""
 
 
 class Plan(NamedTuple):
     """The next step of a worker, for the comparison between workers."""
 
     batch_size: float
-    """0 where the call has none."""
+    """0 if the call has no batch size."""
     learning_rate: float
     keys: int
-    """A fingerprint of the parameters that take part."""
+    """A fingerprint of the parameters in the step."""
     factors: int = 0
     """A fingerprint of their ``lr_mult`` and ``wd_mult``."""
     num_changed: int = 0
@@ -57,13 +58,13 @@ class Plan(NamedTuple):
 
 
 class Agreement:
-    """The comparison of the workers of ``store``, which all make together."""
+    """The comparison of plans between the workers of ``store``; all workers take part."""
 
     def __init__(self, store: DistKVStore) -> None:
         from kvstore.stores.dist.store import create_dist
 
-        # On the same node, and so of the same workers. The store itself cannot carry numbers:
-        # it may have an optimizer, and its keys are the user's.
+        # On the same node, so it has the same workers. The user's store cannot exchange the
+        # numbers: it may have an optimizer, and its keys are the user's.
         self._store = create_dist("dist_sync", "dist_sync", node=store.node)
         table = self._table()
         self._store.broadcast(_KEY, table, out=table)
@@ -96,7 +97,7 @@ class Agreement:
         check_plans(self._exchange(plan))
 
     def from_first(self, number: float) -> float:
-        """Return the number that worker 0 has given; the others' do not count."""
+        """Return worker 0's number, on all workers."""
         return float(self._exchange([number])[0, 0])
 
     def _exchange_texts(self, mine: Mapping[str, str]) -> list[dict[str, str]]:
@@ -128,9 +129,9 @@ def fingerprint(items: Iterable[object]) -> int:
 
 
 def check_plans(table: Table) -> None:
-    """Raise unless all rows, a ``Plan`` of each rank, are the same.
+    """Check that all rows, one ``Plan`` of each worker, are equal.
 
-    ``OptimizerMismatch`` for numbers of the optimizer, ``UsageError`` for the parameters.
+    Raises ``OptimizerMismatch`` for the optimizer's numbers, ``UsageError`` for parameters.
     """
     batch_sizes, rates, keys, factors, changed = table.T
     if _differ(batch_sizes):
@@ -178,7 +179,7 @@ def check_starts(table: Table) -> None:
 
 
 def described(optimizer: Optimizer) -> dict[str, str]:
-    """Return an optimizer's numbers by name; the batch size, not its inverse."""
+    """Return an optimizer's numbers by name, with the batch size for ``rescale_grad``."""
     shown = {name: repr(value) for name, value in optimizer.params().items()}
     factor = optimizer.params().get("rescale_grad")
     if factor:
@@ -222,17 +223,17 @@ class Factors:
     def __init__(self, params: Mapping[Key, Parameter], optimizer: Optimizer) -> None:
         self._params = list(params.items())
         self._own = dict(optimizer.lr_mult), dict(optimizer.wd_mult)
-        """What the optimizer came with, for parameters whose factor is 1."""
+        """The optimizer's original factors, for parameters whose own factor is 1."""
         self._known: list[tuple[float, float]] = [(1.0, 1.0)] * len(self._params)
         self.fingerprint = 0
-        """The same on workers whose parameters have the same factors."""
+        """A hash, equal on workers whose parameters have equal factors."""
 
     def have_changed(self) -> bool:
         """Return whether a parameter's factors changed since the last ``changes``."""
         return self._present() != self._known
 
     def changes(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the parameters to replace so ``optimizer`` has the present factors."""
+        """Return the optimizer's parameters to replace to apply the present factors."""
         known, self._known = self._known, self._present()
         self.fingerprint = fingerprint(self._known)
         changed: dict[str, Any] = {}
@@ -294,7 +295,7 @@ def optimizer_for(
 
 
 def check_batch_size(batch_size: object) -> None:
-    """Raise unless it is a positive number."""
+    """Check that a batch size is a positive number."""
     if isinstance(batch_size, bool) or not isinstance(batch_size, int | float | np.number):
         raise ArgumentTypeError(f"batch_size must be a number, got {batch_size!r}")
     if not 0 < batch_size < math.inf:

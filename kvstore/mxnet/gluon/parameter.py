@@ -1,9 +1,9 @@
 """``Parameter``: an array and its gradient on each device.
 
-``Parameter`` is for libraries whose arrays have no gradient of their own; a leaf tensor of
-PyTorch, which has one, is looked at as a ``TensorParameter``. ``collect`` turns whatever a
-caller passes into parameters under their keys. No threads, no I/O; values are read and written
-by the stores. Read next: ``trainer.py``.
+``Parameter`` is for libraries whose arrays have no gradient of their own. A leaf tensor of
+PyTorch, which has one, is wrapped in a ``TensorParameter``. ``collect`` converts a caller's
+parameters to a dict by key. No threads, no I/O; stores read and write the values. Read next:
+``trainer.py``.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class Parameter:
 
     @property
     def spec(self) -> KeySpec:
-        """Shape and dtype."""
+        """The shape and dtype of the parameter."""
         return self._spec
 
     @property
     def is_trained(self) -> bool:
-        """Whether it has gradients at all."""
+        """Whether the parameter is trained, so that it has gradients."""
         return self.grad_req != "null"
 
     def list_data(self) -> list[Array]:
@@ -115,7 +115,7 @@ class Parameter:
         return list(self._copies)
 
     def list_grad(self) -> list[Array | None]:
-        """Return the gradient on each device; None where there is none."""
+        """Return the gradient on each device, or None."""
         return [None] * len(self._copies) if self._grad is None else list(_listed(self._grad))
 
     @property
@@ -124,12 +124,12 @@ class Parameter:
         return self._copies[0]
 
     def set_data(self, data: Array) -> None:
-        """Write other values into the array on every device, in place.
+        """Write new values into the array on every device, in place.
 
-        ``data`` is an array of the same shape, of any library, that is only read. A ``Trainer``
-        whose store updates in one process takes them over at its next step, with states and
-        counts; with servers that step raises ``UsageError``. Raises ``ValueMismatchError`` for
-        another shape and ``ArgumentTypeError`` for what is not an array.
+        ``data`` is an array of the same shape, of any library, that is only read. If the store of
+        a ``Trainer`` updates in one process, it uses the new values from the next step on and keeps
+        states and counts; with servers that step raises ``UsageError``. Raises
+        ``ValueMismatchError`` for another shape and ``ArgumentTypeError`` for other objects.
         """
         found = spec_of(data)
         if found.shape != self._spec.shape:
@@ -141,7 +141,7 @@ class Parameter:
         self.num_sets += 1
 
     def zero_grad(self) -> None:
-        """Set all gradients that there are to zero, in place."""
+        """Set all existing gradients to zero, in place."""
         zeros = np.zeros(self._spec.shape, self._spec.dtype)
         for grad in self.list_grad():
             if grad is not None:
@@ -165,10 +165,10 @@ class TensorParameter(Parameter):
 def collect(params: object) -> dict[Key, Parameter]:
     """Return the parameters of a ``Trainer`` under their keys.
 
-    ``params`` is a mapping of names (taken in the order of the names) or an iterable of
-    parameters or of pairs (name, parameter), taken in its order. Keys are the names if all
-    parameters have one, else the numbers 0, 1, ... An array that comes twice (tied weights)
-    counts once, under its first name.
+    ``params`` is a mapping of names (used in the order of the names) or an iterable of
+    parameters or of pairs (name, parameter), used in its order. Keys are the names if all
+    parameters have one, else the numbers 0, 1, ... An array that is given twice (tied weights)
+    is one parameter, under its first name.
 
     Raises ``ArgumentTypeError`` and ``ArgumentValueError``.
     """

@@ -1,9 +1,9 @@
 """``Trainer``: update weights over any store, as in MXNet's Gluon.
 
-It knows no network and computes no gradient: the script's backward pass leaves gradients
-in the parameters. Where an update happens, on the store or here by an ``Updater`` for each
-device, is settled at first use (``trainer_store.py``). A trainer belongs to one thread and has
-none of its own; it blocks as the store's calls do. Read next: ``parameter.py``, then
+A trainer does not know the network and computes no gradients; the script's backward pass leaves
+them in the parameters. Its first use decides where updates happen: on the store, or here by an
+``Updater`` for each device (``trainer_store.py``). One thread may use a trainer; it starts no
+threads, and blocks as the store's calls do. Read next: ``parameter.py``, then
 ``trainer_store.py``. Source of the calls: ``python/mxnet/gluon/trainer.py`` of MXNet 1.9.1.
 """
 
@@ -53,29 +53,28 @@ UNSAID = (
 
 
 class Trainer:
-    """Applies an optimizer to a set of parameters through a store.
+    """An optimizer for a set of parameters, applied through a store.
 
     ``params``: a mapping of names to parameters, or an iterable of parameters or of pairs
     (name, parameter). A parameter is a leaf tensor of PyTorch, a list of them (one for each
-    device), or a ``Parameter``. The names are the store's keys, 0, 1, ... without them; a
-    mapping is taken in the order of its names, an iterable in its own.
+    device), or a ``Parameter``. The names are the store's keys; without names, 0, 1, and so on. A
+    mapping is used in the order of its names, an iterable in its own order.
 
     ``optimizer``: an ``Optimizer``, or its name with its numbers in ``optimizer_params``.
 
     ``kvstore``: the name of a store's type, a store, or None for one device without a store.
-    A named one is created when it is first needed; with parameters on one CPU, types for one
-    process stand for None. All workers of a distributed store make the same calls.
+    A store given by name is created when it is first needed. With parameters on one CPU, a type
+    for one process means None. All workers of a distributed store make the same calls.
 
     ``update_on_kvstore``: whether the store runs the optimizer; None leaves it to the store.
 
-    ``reduction``: what the gradients of a worker's device are of its samples, ``"sum"`` or
-    ``"mean"``; PyTorch's losses are means unless told otherwise. None is ``"sum"``, as in MXNet,
-    and notes once in the log what that means for tensors of PyTorch.
+    ``reduction``: whether gradients on a device are the ``"sum"`` or the ``"mean"`` over its
+    samples; PyTorch's losses are means by default. None is ``"sum"``, as in MXNet, and logs once
+    what that means for tensors of PyTorch.
 
-    Parameters and gradients stay the caller's; they are read and written during calls only.
-    New weights are written in place, to tensors without autograd taking note. The first call
-    that needs the store gives all parameters, also frozen ones, worker 0's values
-    (``broadcast_parameters``).
+    Parameters and gradients stay the caller's; they are read and written only during calls.
+    New weights are written in place; autograd does not record this. The first call that needs the
+    store sets all parameters, also frozen ones, to worker 0's values (``broadcast_parameters``).
 
     Raises ``ArgumentTypeError``, ``ArgumentValueError`` (a ``ValueError``; also for
     combinations that are impossible) and what ``optimizer.create`` raises.
@@ -127,12 +126,12 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer with its present numbers: an immutable value."""
+        """The optimizer with its present numbers, as an immutable value."""
         return self._optimizer
 
     @property
     def kvstore(self) -> KVStoreBase | None:
-        """The store, which is created now if it was not; None if there is none."""
+        """The store, created if necessary; None without a store."""
         link = self._open()
         return None if link is None else link.store
 
@@ -178,10 +177,10 @@ class Trainer:
     # -- a step ------------------------------------------------------------------------
 
     def broadcast_parameters(self) -> None:
-        """Give every worker and device worker 0's values of all parameters, once.
+        """Set all parameters on every worker and device to worker 0's values, once.
 
-        The first call that needs the store does it too; but by the first ``step`` gradients of
-        other values have been computed, unless all workers began with the same.
+        The first call that needs the store does this too. But if that is the first ``step``, its
+        gradients were computed with other values, unless all workers began with the same.
         """
         self._start()
 
@@ -190,20 +189,19 @@ class Trainer:
 
         They are divided by ``batch_size``.
 
-        Gradients are divided by ``batch_size`` and by nothing else: as in MXNet it is not
-        multiplied by the number of workers. With gradients of sums over samples, the mean over
-        all workers' samples takes ``batch_size=batch * trainer.num_workers``. With
-        ``reduction="mean"`` they are divided by how many are added up, all devices of all
-        workers, and ``batch_size`` only says of how many samples one mean is. It may change
-        from step to step, alike on all workers of a synchronous store; when they differ,
-        ``OptimizerMismatch`` is raised on all of them.
+        With ``reduction="sum"``, gradients are divided by ``batch_size`` only; as in MXNet, not
+        by the number of workers. For the mean over all workers' samples, pass
+        ``batch_size=batch * trainer.num_workers``. With ``reduction="mean"``, the sum is divided
+        by the number of gradients added, over all devices of all workers; then ``batch_size`` is
+        only the number of samples of one mean. ``batch_size`` may change from step to step. If it
+        differs between workers of a synchronous store, all of them raise ``OptimizerMismatch``.
 
         Weights that were set since the last step (``Parameter.set_data``, ``load_state_dict``)
-        are taken over, with their states; where servers keep the weights, ``UsageError`` says
-        what to do.
+        are used, and their optimizer states stay; if servers keep the weights, ``UsageError``
+        says what to do.
 
-        A parameter without gradient raises ``UsageError``; with ``ignore_stale_grad`` it is
-        left out, or, where workers wait for each other, takes part with zeros.
+        A parameter without a gradient raises ``UsageError``. With ``ignore_stale_grad`` it is
+        left out, or gets a gradient of zeros if workers wait for each other.
         """
         self._renew(batch_size)
         link = self._start()
@@ -221,10 +219,10 @@ class Trainer:
         self._note_step(link, batch_size)
 
     def allreduce_grads(self) -> None:
-        """Add gradients up over devices and workers, in place, without an update.
+        """Add gradients over devices and workers, in place, without an update.
 
-        For what has to happen to sums before ``update``, such as clipping by their norm.
-        Raises ``UsageError`` where the store updates, or a parameter has no gradient.
+        Call this if the sums must be changed before ``update``, such as clipped by their norm.
+        Raises ``UsageError`` if the store updates, or if a parameter has no gradient.
         """
         self._check_updates_here("allreduce_grads")
         link = self._start()
@@ -235,7 +233,7 @@ class Trainer:
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Divide the gradients by ``batch_size`` and update, after ``allreduce_grads``.
 
-        Every worker and device updates its own copy. Raises ``UsageError`` where the store
+        Every worker and device updates its own copy. Raises ``UsageError`` if the store
         updates, and as ``step`` does.
         """
         self._check_updates_here("update")
@@ -264,10 +262,10 @@ class Trainer:
             write_states(fname, contents, self._optimizer, self._pieces(), dump_optimizer=True)
 
     def load_states(self, fname: FilePath) -> None:
-        """Go on from what ``save_states`` wrote, with the optimizer that it holds.
+        """Load the optimizer and its states from a file that ``save_states`` wrote.
 
-        With several workers, all call it: where the store updates, one reads the file, else
-        each does. A file may come from a trainer over another store. Raises ``CheckpointError``.
+        All workers call it. If the store updates, one worker reads the file, otherwise each does.
+        The file may come from a trainer with another store. Raises ``CheckpointError``.
         """
         link = self._start()
         if link is not None and link.updates:
@@ -289,7 +287,7 @@ class Trainer:
         return self._link
 
     def _start(self) -> StoreLink | None:
-        """Return the store with all keys in it."""
+        """Return the link to the store after all keys are initialized; None: no store."""
         link = self._open()
         if not self._is_started and link is not None:
             link.start(self._params, self._optimizer, self._reduction == "mean")
@@ -299,8 +297,8 @@ class Trainer:
     def _note_step(self, link: StoreLink, batch_size: float) -> None:
         """Record the samples of this worker in a step, for the status of a job.
 
-        ``batch_size`` counts those of one mean, or of all who add together; 1 is what scripts
-        give whose gradients are means already, and counts nothing.
+        ``batch_size`` is the number of samples of one mean, or of all gradients that are added.
+        Scripts whose gradients already are means pass 1; then nothing is recorded.
         """
         averages = self._reduction == "mean"
         share = self._num_devices if averages else 1 / link.num_summed
@@ -342,9 +340,9 @@ class Trainer:
         return Plan(float(batch_size), rate, fingerprint(keys), self._factors.fingerprint)
 
     def _gradients(self, ignore_stale_grad: bool, *, fill: bool) -> dict[Key, list[Array]]:
-        """Return the gradients of each parameter; with ``fill``, also zeros.
+        """Return the gradients of each parameter.
 
-        Parameters without gradients get the zeros.
+        With ``fill``, parameters without gradients get zeros.
         """
         found: dict[Key, list[Array]] = {}
         is_here = self._link is None or not self._link.updates
@@ -383,7 +381,7 @@ class Trainer:
             )
 
     def _pieces(self) -> Iterator[SavedPiece]:
-        """Yield the states of the first device, which are those of all."""
+        """Yield the first device's optimizer states, which are equal on all devices."""
         states = self._updaters[0].states()
         for key, parameter in self._params.items():
             count, arrays = states.get(key, (0, None))

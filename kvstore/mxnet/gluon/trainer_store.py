@@ -1,7 +1,7 @@
 """The connection of a ``Trainer`` to its store: exchange and updates.
 
-``open_link`` decides, from the arguments, whether there is a store and where updates happen; what
-is not possible is an error. A ``StoreLink`` is then the one way to that store.
+``open_link`` decides, from the arguments, whether there is a store and where updates happen, or
+raises an error if the arguments are impossible. All calls to the store go through a ``StoreLink``.
 
 Where the store updates, a step brings the store's weights, so weights that a caller has loaded
 meanwhile would be lost. ``Parameter.set_data`` reports such a change itself. Other writes are found
@@ -62,13 +62,13 @@ class StoreLink:
 
     @property
     def num_summed(self) -> int:
-        """How many workers' gradients an update adds up."""
+        """How many workers' gradients an update adds."""
         return 1 if self.is_asynchronous else self.store.num_workers
 
     def start(self, params: Params, optimizer: Optimizer, averages: bool) -> None:
-        """Give the store the optimizer, and every worker's parameters rank 0's values.
+        """Give the store its optimizer, and set all parameters to rank 0's values.
 
-        ``averages`` says that gradients are means, which all workers have to agree on.
+        ``averages``: gradients are means; this must be the same on all workers.
         """
         store = self.store
         if isinstance(store, KVStore) and self.needs_all_keys:
@@ -111,16 +111,15 @@ class StoreLink:
     # -- numbers of the optimizer ------------------------------------------------------
 
     def change(self, **numbers: Any) -> None:
-        """Let the optimizer of the store have these numbers from the next step on."""
+        """Use these numbers in the store's optimizer from the next step on."""
         if self.updates:
             self._pending.update(numbers)
 
     def flush(self) -> None:
-        """Hand the store what has changed. Where workers agree, worker 0 alone does it.
+        """Send changed numbers to the store; only worker 0 does if workers must agree.
 
-        No round is complete without worker 0's push, which comes after this call of its own,
-        so all of them see the new numbers; the others, which may be some calls behind or
-        ahead, need not meet it in the store.
+        Every round needs worker 0's push, which worker 0 sends after this call. So all rounds
+        use the new numbers, and the other workers need not wait for this call.
         """
         numbers, self._pending = self._pending, {}
         if not numbers or self._optimizer is None:
@@ -136,14 +135,14 @@ class StoreLink:
     # -- a step ------------------------------------------------------------------------
 
     def exchange(self, gradients: Gradients, params: Params, plan: Plan) -> None:
-        """Hand gradients over; new weights or, without ``updates``, their sums come back.
+        """Push gradients, and pull new weights or, without ``updates``, their sums.
 
         The weights are written into the parameters, the sums into the gradients.
         """
         keys, pushed = list(gradients), list(gradients.values())
         outs = [params[key].list_data() for key in keys] if self.updates else pushed
         changed = self._set_meanwhile(gradients)
-        # Before a gradient is sent that others would not wait for.
+        # Before any gradient is sent, in case the plans differ.
         self.meet(plan._replace(num_changed=len(changed)))
         if changed:
             raise UsageError(
@@ -169,8 +168,8 @@ class StoreLink:
 
         They were changed after the last step.
 
-        A store in one process takes them over, with what its optimizer keeps for them. Of those
-        that are frozen the store brings no values, until they are trained again.
+        A store in one process uses the changed weights and keeps its optimizer states. The store
+        does not write values of frozen parameters until they are trained again.
         """
         if self._weights is None:
             return []
@@ -187,7 +186,7 @@ class StoreLink:
             self._agreement.meet(plan)
 
     def pull(self, keys: Sequence[Key], params: Params) -> None:
-        """Bring the present weights of some parameters, which were not pushed."""
+        """Pull the present weights of some parameters that were not pushed."""
         if keys and isinstance(self.store, KVStore):
             self.store.pull(list(keys), out=[params[key].list_data() for key in keys])
             self._note_weights()
@@ -195,7 +194,7 @@ class StoreLink:
     # -- files -------------------------------------------------------------------------
 
     def load_states(self, fname: Any, optimizer: Optimizer) -> Optimizer:
-        """Have the store load its states; the optimizer that it uses from then on."""
+        """Make the store load its states; return the optimizer that it uses then."""
         self._pending = {}
         self.store.load_optimizer_states(fname)
         if not isinstance(self.store, KVStore):
@@ -214,10 +213,10 @@ def open_link(
     update_on_kvstore: bool | None,
     compression_params: Mapping[str, Any] | None,
 ) -> StoreLink | None:
-    """Return the store to train with, new if it was named; None where none is needed.
+    """Return a link to the store, created if given by name; None if not needed.
 
-    As in MXNet, parameters on one device need no store of a type for one process; unlike
-    there, one is made when it is asked to update or to compress, or when the device is a GPU.
+    As in MXNet, parameters on one device do not need a store of a type for one process. Unlike in
+    MXNet, a store is created if it must update or compress, or if the device is a GPU.
     """
     is_asked_for = update_on_kvstore or compression_params is not None
     if kvstore is None or (
@@ -242,7 +241,7 @@ def open_link(
 def check_arguments(
     kvstore: object, params: Params, update_on_kvstore: object, compression_params: object
 ) -> None:
-    """Raise for what no store could make possible."""
+    """Check for arguments that are invalid with every store."""
     check_store(kvstore)
     if isinstance(kvstore, str):
         from kvstore.kvstore import check_type
@@ -307,7 +306,7 @@ def _is_asynchronous(store: KVStoreBase) -> bool:
 
 
 ELEMENTS = 16
-"""How many elements of an array are compared at least, evenly spaced, where it has that many."""
+"""At least this many elements of an array, evenly spaced, are compared (or all it has)."""
 
 Elements = np.ndarray[Any, np.dtype[Any]]
 
@@ -325,18 +324,18 @@ class HeldWeights:
         self._views: list[Elements] = []
         """Some elements of each weight, in the arrays' own memory."""
         self._left: Elements = np.zeros(0, np.uint8)
-        """Their values as the store has left them, one after the other."""
+        """The bits of these elements after the store's last update, one after the other."""
         self._num_sets: list[int] = []
 
     def note(self) -> None:
-        """Record that the present values are the store's."""
+        """Record the present values as those of the store."""
         if not self._num_sets:
             self._look()
         self._left = np.concatenate(self._views)
         self._num_sets = self._sets()
 
     def changed(self) -> list[Key]:
-        """Return the keys whose values changed since the last ``note``, if any."""
+        """Return the keys whose values have changed since the last ``note``."""
         if not self._num_sets:
             return []
         if self._places != self._present_places():
@@ -365,7 +364,7 @@ class HeldWeights:
         return [tensor.data_ptr() for tensor in self._tensors]
 
     def _look(self) -> None:
-        """Find the elements to compare."""
+        """Choose the elements to compare, as views of the present arrays."""
         self._places = self._present_places()
         self._views = [_elements(parameter.first) for parameter in self._params.values()]
 

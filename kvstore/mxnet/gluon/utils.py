@@ -1,8 +1,8 @@
 """``mx.gluon.utils``: split a batch over devices, and clip gradients.
 
-Pure functions over arrays that the caller owns; no threads. ``FeedForward`` has a rule of its
-own, by work loads (``fit/network.py``). Source of names and rule: ``python/mxnet/gluon/utils.py``
-of MXNet 1.9.1.
+Pure functions on arrays that the caller owns; no threads. ``FeedForward`` splits batches by another
+rule, by work loads (``fit/network.py``). Source of names and rule:
+``python/mxnet/gluon/utils.py`` of MXNet 1.9.1.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def split_data(
 ) -> list[Array]:
     """Cut ``data`` along ``batch_axis`` into ``num_slice`` slices, in order.
 
-    Any array with NumPy's slicing: of NumPy, PyTorch, JAX, CuPy or ``mx.nd``. The slices are
-    of its library, on its device, and views where the library makes views. Without
-    ``even_split`` the first ``size % num_slice`` ones have one sample more than the others.
+    ``data`` is an array of NumPy, PyTorch, JAX, CuPy or ``mx.nd``. The slices are of its library
+    and on its device, and are views if the library's slicing gives views. Without ``even_split``
+    the first ``size % num_slice`` slices have one sample more than the others.
 
     Raises ``ArgumentValueError`` (a ``ValueError``) when the samples do not divide evenly and
     ``even_split`` is set, when there are fewer samples than slices, and for an axis that the
@@ -73,10 +73,10 @@ def split_and_load(
 ) -> list[Array]:
     """Split the data into one slice for each context, and copy each there.
 
-    A tensor of PyTorch and an ``mx.nd.NDArray`` stay what they are; other arrays become CuPy's
-    on a GPU, and NumPy's on a CPU unless they live there already. What is on its context
-    already is not copied. Raises as ``split_data`` does, and ``ArgumentTypeError`` for a list
-    that holds anything but contexts.
+    Tensors of PyTorch and ``mx.nd.NDArray`` keep their type. Other arrays become CuPy's on a GPU,
+    and NumPy's on a CPU unless they are on a CPU already. A slice that is already on its context
+    is not copied. Raises as ``split_data`` does, and ``ArgumentTypeError`` for a list with
+    elements that are not contexts.
     """
     if not isinstance(ctx_list, list | tuple):
         raise ArgumentTypeError(
@@ -150,7 +150,7 @@ def _loaded(part: Array, context: Context) -> Array:
     home = adapter.context(part)
     if home == context or home.device_type == context.device_type == "cpu":
         return part
-    if hasattr(part, "requires_grad"):  # a tensor: it knows its way by itself
+    if hasattr(part, "requires_grad"):  # a tensor, which has its own method for this
         on_gpu = context.device_type == "gpu"
         return part.to(f"cuda:{context.device_id}" if on_gpu else "cpu")
     return adapter_on(context).to_context(part, context)
