@@ -34,7 +34,7 @@ _METHODS |= {"create_state": 2, "create_state_multi_precision": 2}
 """Arguments of MXNet's methods besides ``self``; ours take another number."""
 
 _scripted: dict[str, type[ScriptedOptimizer]] = {}
-"""What ``register`` was given, by the lower-cased name."""
+"""The registered classes by lower-case name."""
 
 
 class ScriptedOptimizer:
@@ -205,18 +205,18 @@ def _is_scripted(namespace: Mapping[str, Any]) -> bool:
 
 
 def register_scripted(cls: type[ScriptedOptimizer]) -> None:
-    """Register it by its lower-case name; a later class replaces an earlier."""
+    """Register a class by its lower-case name; a later class replaces an earlier one."""
     _scripted[cls.__name__.lower()] = cls
 
 
 def create_scripted(name: str, params: Mapping[str, Any]) -> ScriptedOptimizer | None:
-    """Return an optimizer that was registered; None if there is none of this name."""
+    """Create a registered optimizer; None if the name is unknown."""
     cls = _scripted.get(name.lower())
     return None if cls is None else cls(**params)
 
 
 def check_travels(optimizer: object) -> None:
-    """Raise ``NotSupportedError`` for an optimizer that is code."""
+    """Check that an optimizer can be sent: it is not a ``ScriptedOptimizer``."""
     if isinstance(optimizer, ScriptedOptimizer):
         name = type(optimizer).__name__
         raise NotSupportedError(
@@ -245,7 +245,7 @@ class ScriptedStates:
         self.optimizer.update_multi_precision(index, weight, grad, self.states[index])
 
     def count(self, index: Any) -> int:
-        """Return the updates of a weight so far."""
+        """Return how many updates a weight has had."""
         return self.optimizer._index_update_count.get(index, 0)
 
     def restore(self, entries: Mapping[Any, tuple[int, Any]]) -> None:

@@ -41,7 +41,7 @@ from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value
 
 MAX_DEPTH = 8
-"""How deep schedules may lie within each other."""
+"""How deep schedules may be nested."""
 
 MAX_ITEMS = 1 << 20
 """How many parameters, multipliers or steps one list may hold."""
@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(data: Any) -> Optimizer:
-    """Return the optimizer that ``to_plain`` wrote; defaults if missing.
+    """Create an optimizer from ``to_plain``'s output; missing values get defaults.
 
     Raises:
         ProtocolError: the data does not describe an optimizer.
@@ -235,7 +235,7 @@ def _layout(key: Any, state: Any, frames: list[bytes]) -> Any:
 
 
 class _Reader:
-    """Takes the arrays of a header from the bytes behind it, in order."""
+    """A reader of the arrays that follow a header, in order."""
 
     def __init__(self, data: bytes, at: int) -> None:
         self._data = data

@@ -32,7 +32,7 @@ class Updater:
 
     Source: ``mxnet.optimizer.Updater``.
 
-    A key's state is made at its first update; keys have counts of their own. ``optimizer`` may
+    A key's state is created at its first update; each key has its own count. ``optimizer`` may
     be set to another at any time: of the same class keeps state and counts, any other begins
     again, as in the stores. One that is written MXNet's way (``scripted.py``) stays; it is called
     for each array, on the host, and keeps what it likes. float16 and bfloat16 weights have a

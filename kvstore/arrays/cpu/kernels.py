@@ -39,7 +39,7 @@ _ASSIGN, SGD, MOMENTUM, ADAM, TORCH_MOMENTUM = range(5)
 _FLOAT32, _FLOAT64, _FLOAT16, _BFLOAT16 = range(4)
 
 _KINDS = {np.dtype("f4"): _FLOAT32, np.dtype("f8"): _FLOAT64, np.dtype("f2"): _FLOAT16}
-"""bfloat16 comes in when one is met."""
+"""bfloat16 is added when it is first used."""
 
 _WIDE = (np.dtype("f4"), np.dtype("f8"))
 
@@ -49,7 +49,7 @@ _COMBINED = {
     *((kind, _FLOAT32) for kind in _NARROW),
     *((_FLOAT32, kind) for kind in _NARROW),
 }
-"""Kinds of contributions and weights that meet."""
+"""The supported pairs of contribution kind and weight kind."""
 
 CODED = frozenset({1, 2, 5} if sys.byteorder == "little" else {1, 2})
 """The codes of 2bit, 1bit and int8 (``compression/header.py``), whose scales lie as in payloads."""
@@ -111,7 +111,7 @@ def native() -> ModuleType | None:
 
 
 def why_missing() -> str:
-    """Say why nothing is compiled here and what to do; "" where the module is used."""
+    """Return why the compiled module is not used and what to do; "" if it is used."""
     if not Config.read("native"):
         return "KVSTORE_NATIVE=0 switches the compiled kernels off; unset it to use them"
     remedy = (
@@ -133,7 +133,7 @@ def why_missing() -> str:
 
 
 def instructions() -> str:
-    """Return what computes sums: ``"avx2"``, ``"plain"`` (any) or ``"numpy"``."""
+    """Return what computes sums: ``"avx2"``, ``"plain"`` (any CPU) or ``"numpy"``."""
     module = native()
     return "numpy" if module is None else str(module.INSTRUCTIONS[0])
 
@@ -288,7 +288,7 @@ def decode(
 
 
 def _formula(optimizer: object, count: int) -> Formula | None:
-    """Return the numbers of an update; None where the kernels do not cover it."""
+    """Return the numbers of an update; None if the kernels do not support it."""
     numbers = _formulas.get(type(optimizer))
     formula = None if numbers is None else numbers(optimizer, count)
     return None if formula is None or 0.0 < formula.limit < _LEAST_LIMIT else formula

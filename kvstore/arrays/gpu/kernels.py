@@ -32,7 +32,7 @@ from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.arrays.gpu.pipeline import RowSpan
 
 NAME = "fused"
-"""Of the kernel in its source."""
+"""The kernel's name in its source."""
 
 OPTIONS = ("--fmad=false",)
 """For NVRTC."""
@@ -77,7 +77,7 @@ class Kernel(NamedTuple):
     """The parameters of a kernel's source."""
 
     dtype: str
-    """Of copies and weight: a name in ``C_TYPES``. Integers have the formula ``"sum"`` only."""
+    """The dtype of copies and weight, a name in ``C_TYPES``. Integers support only ``"sum"``."""
     num_copies: int
     formula: str
     """One of ``FORMULAS``."""
@@ -97,7 +97,7 @@ class Kernel(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows that fit in a launch."""
+        """How many rows fit in a launch."""
         room = ARGUMENT_BYTES - _NUMBERS_BYTES - np.dtype(np.int32).itemsize
         return room // (8 * self.num_columns + 8 + 4)
 
@@ -120,7 +120,7 @@ class KernelParameters(NamedTuple):
 
     rescale: float = 1.0
     limit: float = np.inf
-    """Of clipping; infinite for none."""
+    """The limit for clipping; infinite: no clipping."""
     decay: float = 0.0
     rate: float = 0.0
     momentum: float = 0.0

@@ -49,7 +49,7 @@ def cut(lengths: Sequence[int], most_elements: int, most_spans: int) -> list[lis
 
 
 class Step(NamedTuple):
-    """One stage's work on one block, and the (stage, block) that must be over before."""
+    """One stage's work on one block, and the (stage, block) pairs that must end first."""
 
     stage: int
     block: int

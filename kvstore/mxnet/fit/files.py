@@ -40,7 +40,7 @@ class SavedModel(NamedTuple):
     has_states: bool
     """Whether the optimizer's states were saved with it, next to it."""
     digest: str | None
-    """What those states are known by, if that is known."""
+    """A digest of those states; None if the file does not have it."""
 
 
 def params_path(prefix: Prefix, epoch: int) -> Path:
@@ -110,7 +110,10 @@ def load_model(prefix: Prefix, epoch: int) -> SavedModel:
 
 
 def check_states(prefix: Prefix, epoch: int, saved: SavedModel) -> None:
-    """Raise ``CheckpointError`` where the states that lie there are of another save."""
+    """Check that the file of states was saved together with these parameters.
+
+    Raises ``CheckpointError``.
+    """
     states = states_path(prefix, epoch)
     found = None if saved.digest is None else _digest_of(states)
     if found not in (None, saved.digest):

@@ -70,7 +70,7 @@ class Replica:
         self.set_aux(aux)
 
     def set_aux(self, aux: dict[str, HostArray]) -> None:
-        """Go on from copies of these."""
+        """Replace the arrays that are not trained by copies of these."""
         self._aux = self._to_device(aux)
 
     def compute(self, batch: Data, wants_predictions: bool) -> DeviceResult:
@@ -167,7 +167,7 @@ class Training:
         return progress
 
     def gather(self) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
-        """Parameters, and the mean of the devices' other arrays, from which all go on."""
+        """Return the parameters, and the other arrays after averaging them over devices."""
         first = self._replicas[0]
         aux = first.aux_to_host()
         if len(self._replicas) > 1 and aux:
@@ -179,7 +179,7 @@ class Training:
         return first.to_host(), aux
 
     def finish(self) -> None:
-        """Wait until every worker's last update is in, then take the final weights."""
+        """Wait until every worker's last update is done, then pull the final weights."""
         self._updates.finish(self._names, self._weights)
 
     def _step(self, batch: Data, wants_predictions: bool) -> BatchResult:
@@ -291,7 +291,7 @@ class Evaluation:
     def end_epoch(
         self, replica: Replica, samples: Samples, progress: Progress, callbacks: Callbacks
     ) -> Progress:
-        """Return the progress of an epoch's end, with what was found."""
+        """Evaluate at an epoch's end, and return the progress with the results."""
         last, accuracy = self.run(replica, samples, progress)
         call(callbacks, last)
         values = tuple(self.metric.get_global_name_value())
@@ -312,7 +312,7 @@ def as_list(callbacks: Any) -> list[Any]:
 
 
 def takes_four(callback: Callable[..., Any]) -> bool:
-    """Return whether it can be called as MXNet calls one at an epoch's end."""
+    """Return whether a callback takes MXNet's four arguments of an epoch's end."""
     try:
         inspect.signature(callback).bind(None, None, None, None)
     except (TypeError, ValueError):  # ValueError: written in C, without a signature
@@ -321,7 +321,7 @@ def takes_four(callback: Callable[..., Any]) -> bool:
 
 
 def is_iterator(x: object) -> bool:
-    """Return whether it can be iterated over and reset, as ``NDArrayIter`` can."""
+    """Return whether ``x`` can be iterated over and reset, as ``NDArrayIter`` can."""
     return callable(getattr(x, "reset", None)) and hasattr(x, "__iter__")
 
 

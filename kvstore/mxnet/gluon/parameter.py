@@ -29,7 +29,7 @@ class Parameter:
 
     ``data`` is any array that the stores can write to (NumPy, CuPy, PyTorch, ``mx.nd``); all
     copies have one shape and dtype. ``grad`` may be set at any time, also to None: then there
-    is none for the next step. Neither is copied: both stay the caller's, ``Trainer`` writes
+    is no gradient in the next step. Neither is copied: both stay the caller's, ``Trainer`` writes
     new values into ``data`` and, where it sums gradients in place, sums into ``grad``.
 
     ``lr_mult`` and ``wd_mult`` are factors for the optimizer's learning rate and decay; when they

@@ -102,7 +102,7 @@ class EvalMetric:
         self.sum_metric, self.num_inst = 0.0, 0
 
     def reset_local(self) -> None:
-        """Begin again for ``get``; ``get_global`` forgets nothing."""
+        """Restart the count for ``get``, but not for ``get_global``."""
         if not self._has_global_stats:
             self.global_sum_metric += self.sum_metric
             self.global_num_inst += self.num_inst
@@ -239,7 +239,7 @@ def listed(arrays: Arrays) -> list[Any]:
 
 
 def ratio(total: float, number: float) -> float:
-    """Return the mean, NaN of nothing."""
+    """Return the mean, or NaN if ``number`` is 0."""
     return total / number if number else math.nan
 
 

@@ -62,7 +62,7 @@ class Moments:
 
     @classmethod
     def of(cls, first: HostArray, second: HostArray) -> Moments:
-        """Return those of parallel vectors of float64."""
+        """Return the moments of two vectors of float64 of equal length."""
         means = float(first.mean()), float(second.mean())
         one, other = first - means[0], second - means[1]
         return cls(len(first), means, (float(one @ one), float(other @ other)), float(one @ other))
@@ -84,7 +84,7 @@ class Moments:
 
 
 class _Together(Counted):
-    """The value of what the samples add up to: of those since any reset, and of all."""
+    """The base of metrics that are computed from the combined data of all samples."""
 
     empty: Any = NOTHING
 
@@ -97,7 +97,7 @@ class _Together(Counted):
         self._recent = self.empty
 
     def _add(self, samples: Any, number: int) -> None:
-        """Take samples in, which count as ``number`` instances."""
+        """Add samples; they are counted as ``number`` instances."""
         self._recent, self._all = self._recent + samples, self._all + samples
         self.num_inst += number
         self.global_num_inst += number
@@ -109,7 +109,7 @@ class _Together(Counted):
 
 
 class _Averaged(_Together):
-    """The ``average`` of a metric: over batches (``"macro"``) or samples."""
+    """A base with ``average``: the mean over batches (``"macro"``), or all samples."""
 
     def __init__(
         self,

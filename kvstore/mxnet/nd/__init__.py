@@ -234,7 +234,7 @@ def add_n(*args: Any) -> Any:
 
 
 def concatenate(arrays: Sequence[NDArray], axis: int = 0) -> NDArray:
-    """Return a new array of these, one after the other along an axis that exists."""
+    """Join arrays along an existing axis, as a new array."""
     return _joined("concatenate", arrays, axis)
 
 
@@ -244,7 +244,7 @@ def concat(*data: NDArray, dim: int = 1) -> NDArray:
 
 
 def stack(*data: NDArray, axis: int = 0) -> NDArray:
-    """Return a new array of these, one after the other along a new axis."""
+    """Join arrays of one shape along a new axis, as a new array."""
     return _joined("stack", data, axis)
 
 

@@ -58,7 +58,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its length along each axis."""
+        """The array's length along each axis."""
         return tuple(self._array.shape)
 
     @property
@@ -79,7 +79,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
 
     @property
     def context(self) -> Context:
-        """The device on which it lives."""
+        """The device of the array."""
         return self._context
 
     ctx = context
@@ -144,7 +144,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self._elementwise(np.abs)
 
     def sqrt(self) -> NDArray:
-        """Square roots; NaN for negative elements."""
+        """Return the square roots; NaN for negative elements."""
         return self._elementwise(np.sqrt)
 
     def square(self) -> NDArray:
@@ -152,7 +152,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self._elementwise(np.square)
 
     def clip(self, a_min: float, a_max: float) -> NDArray:
-        """Return the elements, brought into this range."""
+        """Return the elements, limited to this range."""
         with working_on(self._context):
             return self._of(self._memory().clip(a_min, a_max), self._context)
 
@@ -219,7 +219,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self.transpose()
 
     def expand_dims(self, axis: int) -> NDArray:
-        """Return a copy with an axis of length 1 more."""
+        """Return a copy with one more axis, of length 1."""
         return self._copied(self._context.module.expand_dims(self._memory(), axis))
 
     def split(

@@ -82,7 +82,7 @@ class NDArray(ArrayMethods):
     # -- for the stores ------------------------------------------------------------------
 
     def _memory(self) -> Array:
-        """Return the wrapped array, to be read: nothing is being written there any more."""
+        """Wait until no call writes to the array, and return the wrapped array to read."""
         if self._uses.writes:
             self._uses.settle(for_writing=False)
         return self._array
@@ -104,11 +104,11 @@ class NDArray(ArrayMethods):
     # -- waiting and taking the values out -------------------------------------------------
 
     def wait_to_read(self) -> None:
-        """Return when the values are there. Raises the error of the call that brings them."""
+        """Wait until the values are written; raises the error of the call that writes."""
         self._memory()
 
     def wait_to_write(self) -> None:
-        """Return when no call of a store works in the array any more; raises as above."""
+        """Wait until no store call uses the array; raises as ``wait_to_read`` does."""
         self._memory_to_write()
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
@@ -253,7 +253,7 @@ class NDArray(ArrayMethods):
             return self._of(self._memory()[_index(key, self._context)], self._context)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set elements, cast to this dtype and broadcast; ``value`` may live anywhere."""
+        """Set elements, cast and broadcast; ``value`` may be on any device."""
         memory = self._memory_to_write()
         if not isinstance(value, _NUMBERS):
             value = _brought(value, self._context)
@@ -306,7 +306,7 @@ def operand(value: Any, context: Context) -> Any:
         _check_device(value._context, context)
         return value._memory()
     if isinstance(value, np.generic):
-        return value.item()  # so that it changes no dtype, like a number of Python
+        return value.item()  # Python's numbers do not change the dtype of a result
     if _is_cupy(value):
         _check_device(adapter_for(value).context(value), context)
         return value
@@ -316,14 +316,14 @@ def operand(value: Any, context: Context) -> Any:
 
 
 def is_operand(value: object) -> bool:
-    """Return whether arithmetic accepts it: an array, a list or a number."""
+    """Return whether arithmetic accepts a value: an array, a list or a number."""
     return (isinstance(value, _OPERANDS) or _is_cupy(value)) and not isinstance(
         value, np.ma.MaskedArray
     )
 
 
 def _target(value: Any, context: Context) -> Any:
-    """Return the memory of an operand that is written."""
+    """Return the memory of an operand for writing."""
     if value is None:
         return None
     if isinstance(value, NDArray):
@@ -346,7 +346,7 @@ def _is_cupy(value: object) -> bool:
 
 
 def _brought(value: Any, context: Context) -> Array:
-    """Return any array as one of the context's library, perhaps the same memory."""
+    """Return an array as one of the context's library, perhaps sharing its memory."""
     if isinstance(value, NDArray):
         value = value._memory()
     elif isinstance(value, _LISTS + _NUMBERS):
