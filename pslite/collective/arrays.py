@@ -1,4 +1,4 @@
-"""Arrays of collective calls: what may be sent and filled, and how they are cut into chunks.
+"""Arrays of collective calls: checks, and how they are cut into chunks.
 
 Pure; runs on any thread. Read next: ``communicator.py``.
 """
@@ -29,7 +29,7 @@ def checked_name(name: str) -> str:
 
 
 def checked(array: Array) -> Array:
-    """Return an array that can be sent."""
+    """Return ``array`` if it can be sent; else raise ``UsageError``."""
     if not isinstance(array, np.ndarray):
         raise UsageError(f"expected a NumPy array, got {type(array).__name__}; pass numpy.asarray")
     if not array.flags.c_contiguous:
@@ -67,7 +67,7 @@ def checked_out(out: Array, like: Array) -> Array:
 
 
 def dtype_name(array: Array, dtype: str | None = None) -> str:
-    """Return the name in ``DTYPES`` of an array's elements, or ``dtype`` if they may be that."""
+    """Return an array's dtype name in ``DTYPES``; ``dtype`` overrides it if allowed."""
     own = str(array.dtype.name)
     if own not in DTYPES or not array.dtype.isnative:
         raise UsageError(
@@ -104,7 +104,7 @@ def chunks(nbytes: int, step: int) -> list[slice]:
 
 
 def spans(lengths: Sequence[int], chunk: slice) -> list[slice]:
-    """Return which bytes of each array a chunk of all of them, one after the other, has."""
+    """Return the bytes of each array in a chunk of all arrays laid end to end."""
     found, begin = [], 0
     for length in lengths:
         start, stop = (min(max(at - begin, 0), length) for at in (chunk.start, chunk.stop))
@@ -114,7 +114,7 @@ def spans(lengths: Sequence[int], chunk: slice) -> list[slice]:
 
 
 def filling(places: Sequence[Bytes]) -> Callable[[Reply], None]:
-    """Return what copies the frames of an answer to where they belong."""
+    """Return a function that copies the frames of an answer into ``places``."""
 
     def fill(reply: Reply) -> None:
         expected = [len(place) for place in places]
@@ -128,13 +128,13 @@ def filling(places: Sequence[Bytes]) -> Callable[[Reply], None]:
 
 
 def layout_of(arrays: Sequence[Array]) -> ArrayLayout:
-    """Return what the others have to know of the arrays that this rank sends."""
+    """Return the dtype and shapes of the arrays that this rank sends."""
     dtype = dtype_name(arrays[0]) if arrays else ""
     return ArrayLayout(dtype, tuple(array.shape for array in arrays))
 
 
 def piece_for(call: CollectiveCall, rank: int) -> int:
-    """Return which of the arrays that a rank sends in a call of any sizes is for ``rank``."""
+    """Return the index of the array that each rank sends to ``rank``."""
     return 0 if call.kind in ("all_gather", "gather") else rank
 
 
@@ -145,7 +145,7 @@ def receivers(
     like: Sequence[Array],
     outs: Sequence[Array] | None,
 ) -> list[Array]:
-    """Return the arrays to fill with the ``index``-th of what each of ``sources`` sends.
+    """Return the arrays to fill with the ``index``-th array of each of ``sources``.
 
     ``like`` are of the dtype in which the caller knows them, if there are any.
 

@@ -1,4 +1,4 @@
-"""``Communicator``: collective calls among some workers of a job, through the servers.
+"""``Communicator``: collective calls among some workers of a job.
 
 ::
 
@@ -253,11 +253,11 @@ class Communicator:
         return self._exchange(call, name, sources, range(self.size))
 
     def barrier(self, *, name: str | None = None) -> Future[None]:
-        """Complete once all ranks have come here."""
+        """Wait for all ranks: the future completes once all have made this call."""
         return self._make(CollectiveCall("barrier"), name, [], [], None)
 
     def join(self) -> Future[int]:
-        """Have no more data: count as zeros in ``all_reduce`` until all ranks have joined.
+        """Stop sending data: count as zeros in ``all_reduce`` until all ranks have joined.
 
         Completes with the rank that joined last; then this rank makes calls again. Meanwhile
         averages divide by the size of the group, operations that zeros would change (min, max,
@@ -311,7 +311,7 @@ class Communicator:
         return self._mail.receive(rank, as_int64(tag, "a tag"), into)
 
     def close(self) -> None:
-        """Make no more calls. Those under way by the servers continue."""
+        """Close the group; calls in flight by the servers continue."""
         if self.node.errands.is_forked:  # the rings are still its parent's
             return
         self._is_closed = True
@@ -343,7 +343,7 @@ class Communicator:
         sources: Sequence[int],
         outs: Sequence[Array] | None = None,
     ) -> Future[list[Array]]:
-        """Make a call that moves arrays of any size, and return one from each of ``sources``.
+        """Make a call with arrays of any size; return one array from each of ``sources``.
 
         ``outs`` are filled where they are given.
         """
@@ -363,7 +363,7 @@ class Communicator:
         )
 
     def _gathering(self, kind: str, array: Array, root: int) -> CollectiveCall:
-        """Return a call whose arrays differ in their first dimension only."""
+        """Return a call whose arrays differ only in their first dimension."""
         shape = checked(array).shape
         alike = (ANY, *shape[1:]) if shape else ()
         return CollectiveCall(kind, "", dtype_name(array), (alike,), root)

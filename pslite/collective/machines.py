@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and the arrays of a machine's ranks as one row of bytes.
+"""The ranks on each machine, and the arrays of a machine as one row of bytes.
 
 A row is what a machine sends in all_gather. It begins with the length of what follows, the layouts
 of the arrays (``pack_layouts``), and then has the arrays. Pure; runs on any thread. Read next:
@@ -20,7 +20,7 @@ _LENGTH_BYTES = 8
 
 
 class Machines(NamedTuple):
-    """Which ranks of a group share a machine, in the order of the machines' lowest ranks."""
+    """The ranks of a group on each machine, in the order of their lowest ranks."""
 
     members: tuple[tuple[int, ...], ...]
     own: int
@@ -56,7 +56,7 @@ def empty_row(layouts: Sequence[ArrayLayout]) -> tuple[Bytes, list[Bytes]]:
 def arrays_of(
     rows: Bytes, machines: Sequence[Sequence[int]]
 ) -> tuple[list[ArrayLayout], list[Bytes]]:
-    """Return the layout and the bytes of each rank's array, from the rows of all machines.
+    """Split the rows of all machines into each rank's layout and bytes.
 
     Raises:
         ProtocolError: they are something else.

@@ -91,7 +91,7 @@ class MachinesRoute:
             down.ring.note_arrival(_FOREVER)  # only leaders wait for what arrives
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let go of the rings; calls that are not over end in ``error``."""
+        """Release the rings; unfinished calls fail with ``error``."""
         for driver in (self._up, self._down):
             if driver is not None:
                 driver.close(error)
@@ -135,7 +135,7 @@ class MachinesRoute:
         sources: Sequence[int],
         outs: Sequence[Array] | None,
     ) -> Future[list[Array]]:
-        """Make a call that moves arrays of any size, all but all_gather by the servers alone."""
+        """Make a call with arrays of any size; only all_gather uses the rings."""
         if call.kind == "all_gather":
             return self._watched(key, call, self._all_gather(key, call, outgoing[0], outs))
         if self._up is not None and self._down is not None:
@@ -181,7 +181,7 @@ class MachinesRoute:
     def _all_gather(
         self, key: CallKey, call: CollectiveCall, array: Array, outs: Sequence[Array] | None
     ) -> Future[list[Array]]:
-        """Gather the machine's arrays on its leader, all on all leaders, and hand them down."""
+        """Gather arrays on each leader, then on all leaders, then on all ranks."""
         own = layout_of([array])
         rows: list[Bytes] = []  # on the leader the machine's, on the others what comes down
 
@@ -362,18 +362,18 @@ class MachinesRoute:
 
 
 def _among_leaders(call: CollectiveCall) -> CollectiveCall:
-    """Return how the machines' sums are combined; most averages are divided on the machines."""
+    """Return the call among leaders; machines divide most averages themselves."""
     op = "sum" if call.op in _CHANGED_BY_MACHINE else call.op
     return call._replace(op=op, factor=None)
 
 
 def _is_divided_last(call: CollectiveCall) -> bool:
-    """Return whether each rank divides the whole sum: parts of integers would lose remainders."""
+    """Return whether ranks divide the whole sum, so that integers lose no remainders."""
     return call.op == "average" and call.dtype != BFLOAT16 and DTYPES[call.dtype].kind in "iu"
 
 
 def _copying(*places: Bytes, begin: int = 0) -> Take:
-    """Return what fills a place, where there is one, with what lies at ``begin`` of a stream."""
+    """Return a function that fills ``place``, if any, from ``begin`` of a stream."""
 
     def take(start: int, pieces: list[Bytes]) -> None:
         for place in places:

@@ -1,4 +1,4 @@
-"""``send`` and ``recv`` of a ``Communicator``: messages from worker to worker by a server.
+"""``send`` and ``recv`` of a ``Communicator``: messages by way of a server.
 
 A message is cut into letters. The receiver's box is on one server; at most ``WINDOW_BYTES`` of
 letters to it are on the way and not kept there, the others wait here. Any thread may call; what
@@ -48,7 +48,7 @@ class ReceivedArray(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
-    """A letter that is to be sent."""
+    """A letter that waits to be sent."""
 
     body: bytes
     piece: Bytes
@@ -72,7 +72,7 @@ class Mail:
         self._unkept_bytes: dict[int, int] = {}
 
     def send(self, array: Array, to: int, tag: int) -> Future[None]:
-        """Send an array; done when all of it is kept, or delivered."""
+        """Send an array; the future is done when all of it is kept or delivered."""
         future: Future[None] = self._node.unheard.push(lambda: f"room for a message to worker {to}")
         cuts = chunks(array.nbytes, self._step)
         left = len(cuts)
@@ -155,7 +155,7 @@ class Mail:
         asked.on_done(done)
 
     def _send_more(self, to: int) -> None:
-        """Send the letters that wait, as far as may be. With the lock."""
+        """Send waiting letters, as far as allowed. The caller holds the lock."""
         queue, server = self._queues.get(to), self._box_of(to)
         while queue:
             nbytes = len(queue[0].piece)

@@ -1,4 +1,4 @@
-"""The server's side of ``send`` and ``recv``: keeps letters until they are asked for.
+"""The server's side of ``send`` and ``recv``: keeps letters until requested.
 
 Runs on the I/O thread. A letter that lies in its sender's memory is copied before the sender is
 told that it is kept. Read next: ``mailbox.py``, the worker's side.
@@ -43,7 +43,7 @@ class MailboxServer:
         node.customers.add(MAILBOX_APP, self._arrived, waits_for_others=True)
 
     def depart(self, rank: int, error: BaseException) -> None:
-        """End what only a worker could end that is gone."""
+        """Return letters and requests that need a gone worker."""
         self._carry_out(self._boxes.depart(rank, error))
 
     def _arrived(self, incoming: Incoming) -> None:

@@ -39,7 +39,7 @@ _lock = threading.Lock()
 
 
 def as_frame(node: Postoffice, piece: Bytes, server: int) -> memoryview:
-    """Return a frame to send; a large one for this machine lies where the server reads it."""
+    """Return a frame to send; put a large one for a server here in shared memory."""
     frame = piece.data
     peer = node.membership.uids.get(server)
     is_far = peer is None or not node.sharing.may_reach(peer)
@@ -55,7 +55,7 @@ ChunkRequest = tuple[Sequence[Bytes], Callable[[Reply], None], ArrayLayout | Non
 
 
 class CallUnderWay(Generic[T]):
-    """One call under way: ends with its last chunk's answer, or with the first error."""
+    """A call in flight: ends with its last chunk's answer, or with the first error."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class CallUnderWay(Generic[T]):
             self.send(chunk, request)
 
     def expect(self, count: int) -> int:
-        """Note that ``count`` more chunks will be sent; returns the number of the first."""
+        """Note that ``count`` more chunks will be sent; return the number of the first."""
         with _lock:
             first, self._num_chunks = self._num_chunks, self._num_chunks + count
             self._unanswered.update(range(first, self._num_chunks))
@@ -105,7 +105,7 @@ class CallUnderWay(Generic[T]):
             raise
 
     def fail(self, error: BaseException) -> None:
-        """End with an error that was found here; the other ranks get it too."""
+        """End the call with an error of this rank; the other ranks get it too."""
         if not self.future.done():
             self._end()
             self.future.set_error(error)
@@ -152,7 +152,7 @@ class CallUnderWay(Generic[T]):
 
 
 def give_up(asker: Asker, key: CallKey, error: BaseException) -> None:
-    """Have the servers forget a call that failed on one of them, or at this rank."""
+    """Tell the servers to give up a call that failed on one of them or on this rank."""
     node = asker.node
     if node.error is not None:
         return

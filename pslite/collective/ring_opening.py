@@ -49,7 +49,7 @@ def machines_of(node: Postoffice, ranks: Sequence[int]) -> Machines:
 
 
 class RingOpening:
-    """Opens the rings of a group at its first call, and sends its calls by them.
+    """Opens the rings of a group at its first call, and makes its calls by them.
 
     Args:
         machines: where the ranks are; several of them on one, at least.
@@ -95,7 +95,7 @@ class RingOpening:
         return result
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let go of the rings; calls that are not over end in ``error``."""
+        """Release the rings; unfinished calls fail with ``error``."""
         with self._lock:
             route, rings = self._route, self._rings
             self._is_closed, self._rings = True, []

@@ -1,4 +1,4 @@
-"""The server's side of collective calls: computes each round and answers its ranks.
+"""The server's side of collective calls: computes rounds and answers ranks.
 
 Requests arrive on the I/O thread and wait there for the other ranks' (``CallMatcher``); small
 rounds are computed right there, others on the pool. The ranks' values are read where they lie,
@@ -56,7 +56,7 @@ _Round = Compute[_Message]
 
 
 class CollectiveServer:
-    """Serves the collective calls of a job's workers. Belongs to a server's I/O thread.
+    """Serves the collective calls of a job's workers, on a server's I/O thread.
 
     Args:
         node: a node with the role of a server, running or being prepared.
@@ -109,7 +109,7 @@ class CollectiveServer:
             raise ProtocolError(f"unknown request {incoming.head} of collective calls")
 
     def _departed(self) -> None:
-        """End what waits for workers that are gone."""
+        """End the calls that wait for gone workers."""
         gone = self._node.membership.gone
         for node in [node for node in gone if node not in self._known_gone]:
             self._known_gone.add(node)
@@ -200,7 +200,7 @@ class CollectiveServer:
 
 
 def _check_counts(call: CollectiveCall, frames: Sequence[Frames]) -> None:
-    """Refuse a round to which a rank has sent too many arrays, or too few."""
+    """Raise an error if a rank has sent too many or too few arrays to a round."""
     size = len(frames)
     for rank, each in enumerate(frames):
         is_root = rank == call.root

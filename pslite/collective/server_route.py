@@ -1,4 +1,4 @@
-"""The way of collective calls by the servers: what is cut into which chunks, and who fills what.
+"""Collective calls by the servers: sends arrays in chunks, fills in the answers.
 
 A call is a request to a server for each chunk, and the server's answers. ``Communicator`` takes
 this way where a group has no rings, and for calls with a name. Any thread may call; answers are
@@ -52,7 +52,7 @@ _LEAST_STEP = 1024
 
 
 class ServerRoute:
-    """Makes the calls of one rank by the servers; ``ended`` hears which are over."""
+    """Makes the calls of one rank by the servers; calls ``ended`` after each."""
 
     def __init__(
         self, node: Postoffice, rank: int, size: int, ended: Callable[[CallKey], None]
@@ -173,19 +173,19 @@ class ServerRoute:
         return under_way.future
 
     def give_up(self, key: CallKey, error: BaseException | None) -> None:
-        """End a call with an error that was found here, on all ranks."""
+        """End a call on all ranks with an error of this rank."""
         if error is not None:
             give_up(self._asker, key, error)
 
     def gather_bytes(self, key: CallKey, data: bytes) -> Future[list[bytes]]:
-        """Hand every rank's bytes to all; the future's text says for whom it waits."""
+        """Give every rank's bytes to all ranks; the future's text names the awaited ranks."""
         array = np.frombuffer(data, np.uint8)
         call = CollectiveCall("all_gather", dtype="uint8", shapes=((ANY,),))
         found = self.exchange(key, call, [array], range(self._size), None, text="")
         return found.map(lambda arrays: [each.tobytes() for each in arrays])
 
     def join(self, group: GroupKey, absence: Absence) -> Future[int]:
-        """Have the servers count this rank as zeros; returns the rank that joined last."""
+        """Count this rank as zeros on the servers; the future gets the last rank to join."""
         config = self._asker.node.config
         nodes = [int(node_id(Role.SERVER, rank)) for rank in range(config.num_servers)]
         key = CallKey(group, "", 0)

@@ -1,4 +1,4 @@
-"""The steps of collective calls by rings of shared memory: what is copied and added up when.
+"""The steps of collective calls by rings of shared memory.
 
 A call is a generator. Each of its steps copies or adds up what is there; between steps it yields
 the counter that all members must have reached before the next one (``memory/ring.py``). The members
@@ -66,7 +66,7 @@ class Description(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes) -> Description:
-        """Return what ``pack`` made bytes of."""
+        """Decode the bytes of ``pack``."""
         length, count = np.frombuffer(data[:16], "<i8").tolist()
         begin = 16 + 8 * count
         sizes = np.frombuffer(data[16:begin], "<i8")
@@ -85,12 +85,12 @@ class Stream:
         self._error: BaseException | None = None
 
     def grow(self, nbytes: int) -> None:
-        """Note that the first ``nbytes`` are there."""
+        """Note that the first ``nbytes`` have arrived."""
         self._ready = nbytes
         self._ring.note_arrival()
 
     def end(self, error: BaseException | None) -> None:
-        """Note that all bytes are there, or that no more come."""
+        """Note that all bytes have arrived, or that no more will arrive."""
         self._error = error
         self.grow(len(self.data))
 
@@ -106,7 +106,7 @@ class Stream:
 
     @staticmethod
     def total(head: bytes) -> int:
-        """Return how many bytes there are; raises what ended the stream."""
+        """Return the number of bytes; raise the error that ended the stream, if any."""
         fields = unpack_value(head)
         if len(fields) > 1:
             kind, text, role, rank = fields
@@ -145,7 +145,7 @@ class RingCalls:
         reduce: Reduce,
         progress: Progress = lambda nbytes: None,
     ) -> Steps:
-        """Set ``out``, which may be ``array`` itself, to what ``reduce`` makes of all arrays.
+        """Combine the arrays of all members by ``reduce`` into ``out`` (may be ``array``).
 
         Members whose ``out`` is None do not get it. ``progress`` hears how much of it is there.
         """
@@ -161,7 +161,7 @@ class RingCalls:
         reduce: Reduce,
         progress: Progress,
     ) -> Steps:
-        """Reduce small arrays: every member adds up all of it."""
+        """Reduce small arrays: every member adds up whole arrays."""
         nbytes = array.nbytes
 
         def begin(_: list[Description]) -> Take:
@@ -304,7 +304,7 @@ class RingCalls:
                     progress(cuts[step - 2][-1][1] * array.itemsize)
 
     def _stage_slices(self, chunk: int, array: Array, cuts: list[tuple[int, int]]) -> None:
-        """Write what the others add up, one behind the other."""
+        """Write the slices for the other members, one after another."""
         slot, rank = self._ring.staged(chunk, self._rank), self._rank
         width = self._width()
         for peer, (start, stop) in enumerate(cuts):
@@ -331,7 +331,7 @@ class RingCalls:
     def _agreed(
         self, chunk: int, call: Description, packed: bytes
     ) -> Generator[tuple[int, int], None, list[Description]]:
-        """Return the descriptions of all members. Raises where they call different things."""
+        """Return the descriptions of all members; raise if their calls differ."""
         self._undecided = chunk
         try:
             yield STAGED, chunk + 1
@@ -368,7 +368,7 @@ class RingCalls:
         return None
 
     def _finish(self, chunk: int) -> None:
-        """Take nothing more of a chunk."""
+        """Stop using a chunk."""
         self._ring.announce(REDUCED, chunk + 1)
         self._ring.announce(DONE, chunk + 1)
 
@@ -384,7 +384,7 @@ def _place(owner: int, reader: int) -> int:
 
 
 def _cuts(length: int, width: int, size: int) -> list[list[tuple[int, int]]]:
-    """Cut elements in chunks, and each chunk in slices of at most ``width`` for each member."""
+    """Cut elements into chunks, and each chunk into a slice for each member."""
     chunks = []
     for start in range(0, length, width * size):
         here = min(width * size, length - start)

@@ -1,4 +1,4 @@
-"""Collective calls among workers of one machine, by rings of shared memory instead of messages.
+"""Collective calls among workers of one machine, by rings of shared memory.
 
 For groups all of whose workers are on one machine. A caller that waits for a call carries it out:
 ``Future.flush`` takes the steps of ``shared_memory_calls.py`` for two milliseconds, in which a
@@ -43,7 +43,7 @@ _HEAR_S = 5.0
 
 
 class _Call:
-    """A call that is not over."""
+    """A call that has not ended."""
 
     def __init__(self, steps: Steps, future: Future[Any], value: Any) -> None:
         self.steps = steps
@@ -54,7 +54,7 @@ class _Call:
 
 
 class SharedMemoryFuture(Future[T]):
-    """The result of a call; a wait for it, or a look at it, carries the call on."""
+    """The result of a call; ``result`` and ``done`` also take steps of the call."""
 
     __slots__ = ("_host",)
 
@@ -64,7 +64,7 @@ class SharedMemoryFuture(Future[T]):
         self.flush = host.help
 
     def done(self) -> bool:
-        """Return whether there is a value or an error; carry the calls on as far as they go."""
+        """Return whether there is a value or an error; first take all possible steps."""
         if not self._done:
             self._host.carry_on()
         return self._done
@@ -129,7 +129,7 @@ class SharedMemoryDriver:
         *,
         value: T,
     ) -> Future[T]:
-        """Set ``out``, which may be ``array`` itself, to what ``reduce`` makes of all arrays."""
+        """Combine the arrays of all members by ``reduce`` into ``out`` (may be ``array``)."""
         steps = self.calls.all_reduce(call, array, out, reduce)
         return self.begin(text, steps, value, is_quick=self.calls.is_quick(array.nbytes))
 
@@ -172,7 +172,7 @@ class SharedMemoryDriver:
         return future
 
     def _lacking(self) -> list[int] | None:
-        """Return for which ranks the oldest call waits."""
+        """Return the ranks that the oldest call waits for."""
         try:
             awaited = self._calls[0].awaits
         except IndexError:  # it has just ended
@@ -202,7 +202,7 @@ class SharedMemoryDriver:
         self._wanted.set()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take part no longer, and return at once. From any thread.
+        """Stop taking part; return at once. From any thread.
 
         Calls that are not over end in ``error``, by default a ``ClosedError``, and those that
         others make from now on in one that names this rank.
@@ -248,7 +248,7 @@ class SharedMemoryDriver:
             self._deliver(over)
 
     def _take_steps(self, over: list[_Call], spin_s: float, *, nap: bool) -> None:
-        """Carry out the first call as far as it goes, and note it in ``over`` if that is all."""
+        """Take the possible steps of the first call; add it to ``over`` if it has ended."""
         calls = self._calls
         while calls and self._over is None:
             call = calls[0]
@@ -302,7 +302,7 @@ class SharedMemoryDriver:
             self._end(error, has_failed=True)
 
     def _why_gone(self, gone: Sequence[int], given_up: Mapping[int, bool]) -> BaseException | None:
-        """Return the error of a call that needs ``gone``; None while the cause may yet be heard.
+        """Return the error of a call that needs ``gone``; None while the cause is unknown.
 
         A member that has failed, as when a server was lost, is not the cause itself.
         """
@@ -323,14 +323,14 @@ class SharedMemoryDriver:
         )
 
     def _end(self, error: BaseException, *, has_failed: bool) -> None:
-        """Take part no longer, and let the others know."""
+        """Stop taking part, and tell the other members."""
         with self._ending:
             if self._over is None:
                 self._over = error
                 self.ring.give_up(has_failed=has_failed)
 
     def _deliver(self, over: list[_Call]) -> None:
-        """Complete the futures of calls that are over, without the lock: callbacks may call."""
+        """Complete the futures of ended calls, without the lock, as callbacks may call."""
         if self._over is not None:
             while self._calls:
                 call = self._calls.popleft()

@@ -35,7 +35,7 @@ class SharedMemoryRoute:
         self._rank = rank
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let go of the ring; calls that are not over end in ``error``."""
+        """Release the ring; unfinished calls fail with ``error``."""
         self.host.close(error)
 
     def make(
@@ -79,7 +79,7 @@ class SharedMemoryRoute:
         sources: Sequence[int],
         outs: Sequence[Array] | None,
     ) -> Future[list[Array]]:
-        """Make a call that moves arrays of any size, and return one from each of ``sources``."""
+        """Make a call with arrays of any size; return one array from each of ``sources``."""
         index = piece_for(call, self._rank)
         layout = layout_of(outgoing)
         found: list[Array] = []
@@ -128,7 +128,7 @@ def _reduced_into(place: Array, reduce: Reduce) -> Take:
 
 
 def reducing(call: CollectiveCall, num_ranks: int = 0) -> Reduce:
-    """Return what combines arrays as the call does; an average divides by ``num_ranks``."""
+    """Return a function that combines arrays; an average divides by ``num_ranks``."""
 
     def reduce(arrays: Sequence[Array], out: Array) -> None:
         reduce_in_order(call.op, call.dtype, call.factor, arrays, out, num_ranks)

@@ -1,4 +1,4 @@
-"""The arithmetic of collective calls by NumPy: the operations, and to which dtypes they apply.
+"""The arithmetic of collective calls with NumPy: operations and their dtypes.
 
 Values are combined in the order of ranks, ((r0 + r1) + r2) + ..., so the bits do not depend on
 who came first. float16 and bfloat16 are combined in float32 and rounded once at the end; integers
@@ -60,7 +60,7 @@ Returns whether it did. Arrays are 1-D, as ``DTYPES`` says; those of ranks are r
 
 
 def check_op(op: str, dtype: str, factor: float | None) -> None:
-    """Refuse an operation that does not exist or does not apply.
+    """Check that an operation exists and applies to a dtype.
 
     Raises:
         UsageError: says what does.
@@ -128,7 +128,7 @@ def _applies(op: str, dtype: str) -> bool:
 
 
 def _widened(block: Array, dtype: str) -> Array:
-    """Return the values in the dtype in which they are combined."""
+    """Return the values in the dtype that is used to combine them."""
     if dtype == BFLOAT16:
         bits: Array = block.astype(np.uint32) << np.uint32(16)
         return bits.view(np.float32)
@@ -136,7 +136,7 @@ def _widened(block: Array, dtype: str) -> Array:
 
 
 def _rounded(total: Array, dtype: str) -> Array:
-    """Return float32 values as they lie in memory in ``dtype``, rounded to nearest, ties to even.
+    """Round float32 values to the 16-bit ``dtype``: to nearest, ties to even.
 
     A NaN stays one: all its bits might be rounded away.
     """

@@ -1,4 +1,4 @@
-"""Which ranks a collective call waits for, in words: the servers are asked after a second.
+"""Names the ranks that a collective call waits for, by asking the servers.
 
 A server knows who has sent a chunk. Of calls that it sees no message of (those of several machines,
 whose ranks meet in shared memory first), it knows who has asked. A wait's text is read by any
@@ -20,7 +20,7 @@ _ASK_S = 1.0
 
 
 class CallWait:
-    """A call that is not over. Refers to no arrays, since its future does so to it."""
+    """A call in flight; has no references to arrays, because its future refers to it."""
 
     def __init__(
         self, clock: Callable[[], float], text: str, key: CallKey, chunks: set[int] | None
@@ -39,7 +39,7 @@ class CallWait:
         return self._clock() - self._began
 
     def text(self) -> str:
-        """The call, and for whom it waits."""
+        """The call, and the ranks that it waits for, in words."""
         ranks = self.missing
         if ranks is not None:
             members = self.key.group.ranks
@@ -49,7 +49,7 @@ class CallWait:
 
 
 class CallWaits:
-    """The calls of one group on this rank that are not over."""
+    """The calls in flight of one group on this rank."""
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
@@ -70,12 +70,12 @@ class CallWaits:
         return wait
 
     def end(self, wait: CallWait) -> None:
-        """Watch it no longer."""
+        """Stop watching a call."""
         with self._lock:
             self._open.discard(wait)
 
     def _look(self, now: float) -> None:
-        """Ask the servers about the calls that have waited long."""
+        """Ask the servers about calls that have waited for a long time."""
         with self._lock:
             waits = list(self._open)
             self._is_looking = bool(waits) and self._node.error is None

@@ -59,7 +59,7 @@ class ArrayLayout(NamedTuple):
         return np.empty(self.shapes[index], dtype or DTYPES[self.dtype])
 
     def check(self, index: int, out: NDArray[Any]) -> None:
-        """Refuse an array to fill that does not fit.
+        """Check that an array to fill fits the layout.
 
         Raises:
             UsageError: says what was sent.
@@ -144,7 +144,7 @@ def unpack_letter(body: bytes, num_workers: int) -> LetterHead:
 
 
 def pack_collective(call: CollectiveCall) -> bytes:
-    """Return a call alone, as ranks compare it without a server."""
+    """Return a call without its key, for ranks that compare calls without a server."""
     return pack_value(_call_fields(call))
 
 
@@ -194,7 +194,7 @@ def unpack_join(body: bytes, num_workers: int) -> tuple[GroupKey, Absence]:
 
 
 def pack_last(rank: int) -> bytes:
-    """Return the body of the answer to ``JOIN``: the rank that came last."""
+    """Return the body of the answer to ``JOIN``: the rank that joined last."""
     return pack_value([rank])
 
 
@@ -208,7 +208,7 @@ def unpack_last(body: bytes) -> int:
 
 
 def pack_give_up(key: CallKey, kind: str, text: str, num_workers: int) -> bytes:
-    """Return the body of ``GIVE_UP``: the call, and the error as ``describe`` gives it."""
+    """Return the body of ``GIVE_UP``: the call, and the error as text."""
     return pack_value([_key(key, num_workers), kind, text])
 
 
@@ -242,7 +242,7 @@ def unpack_wait(body: bytes, num_workers: int) -> tuple[CallKey, bool]:
 
 
 def pack_ranks(ranks: Sequence[int]) -> bytes:
-    """Return the body of the answer to ``WAIT``: the workers that have not come."""
+    """Return the body of the answer to ``WAIT``: the missing workers."""
     return pack_value(list(ranks))
 
 
@@ -307,7 +307,7 @@ def _step(fields: Any, group: GroupKey) -> LeadersStep:
 
 
 def _key(key: CallKey, num_workers: int) -> list[Any]:
-    """Return the fields of a key; a group of all workers in order needs no list of ranks."""
+    """Return the fields of a key; leave out the ranks if all workers are in order."""
     name, ranks, number = key.group
     listed = [] if ranks == tuple(range(num_workers)) else list(ranks)
     return [name, listed, number, key.name, key.number]

@@ -69,7 +69,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A connection with ``peer`` is there; it can be sent to."""
+    """A connection with ``peer`` exists; messages can be sent to it."""
 
     peer: str
 
@@ -175,25 +175,25 @@ class Van(abc.ABC):
         """
 
     def next_due(self) -> float:
-        """Return when ``poll`` has something to do though nothing arrives.
+        """Return when to call ``poll`` even if no event arrives.
 
         Only vans that hold messages back under a clock of their caller have such a time.
         """
         return math.inf
 
     def trouble(self, peer: str) -> str:
-        """Return what of this machine keeps it from connecting to ``peer``, if anything."""
+        """Return the local problem that prevents a connection to ``peer``, if any."""
         return ""
 
     def in_transit(self, peer: str) -> int:
-        """Return the bytes that the connection has still to bring to ``peer``.
+        """Return the bytes that were sent to ``peer`` and have not arrived yet.
 
         An estimate; they are always the last that were sent. 0 where a van does not know.
         """
         return 0
 
     def is_answered(self, peer: str) -> bool:
-        """Return whether a lost connection with ``peer`` may be about to come back.
+        """Return whether a lost connection with ``peer`` may return soon.
 
         That is so where bytes arrive on one that is being made, which a dead machine, a dead
         process and a stopped one do not send. Who accepts does not know yet who it is then. False
@@ -234,7 +234,7 @@ class Van(abc.ABC):
 
 
 def check_uid(uid: str) -> str:
-    """Return ``uid`` if a van can bear it, else raise :class:`UsageError`."""
+    """Return ``uid`` if a van can have this name, else raise :class:`UsageError`."""
     size = len(uid.encode("utf-8", "surrogatepass"))
     if not 1 <= size <= MAX_UID_BYTES or "\0" in uid or not uid.isprintable():
         raise UsageError(

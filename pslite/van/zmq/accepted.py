@@ -46,7 +46,7 @@ HANDSHAKE_BYTES = 8192
 
 
 def over_their_share(received: Mapping[int, int], limit_bytes: int) -> list[int]:
-    """Return the strangers (descriptor -> bytes) that send too much.
+    """Return the unknown connections (descriptor -> bytes) that use too much memory.
 
     Each may fill as much of the limit as any other; who sends no more than a handshake is never
     among them, so knocking in great numbers keeps no node out.
@@ -78,7 +78,7 @@ def further_routing_id(routing_id: bytes, number: int) -> bytes:
 
 
 def split_routing_id(routing_id: bytes) -> RoutingId | None:
-    """Return what a routing id says, or ``None`` if no van made it."""
+    """Decode a routing id; return ``None`` if no van made it."""
     head, order = routing_id[:-_ORDER_BYTES], routing_id[-_ORDER_BYTES:]
     if len(head) < 2 or head[-1] > MAX_FURTHER:
         return None
@@ -176,12 +176,12 @@ class AcceptedConnections:
         return connection.uid
 
     def routing_id_of(self, uid: str) -> bytes | None:
-        """Return where to send to ``uid``, or ``None`` if it is not connected."""
+        """Return the routing id of ``uid``, or ``None`` if it is not connected."""
         connection = self._current.get(uid)
         return None if connection is None else connection.routing_id
 
     def count_sent(self, routing_id: bytes, nbytes: int) -> None:
-        """Count what was sent by this connection."""
+        """Count the bytes sent by this connection."""
         connection = self._connections.get(routing_id)
         if connection is not None:
             connection.sent_bytes += nbytes
@@ -204,7 +204,7 @@ class AcceptedConnections:
         return connections[first.turn].routing_id
 
     def forget(self, uid: str) -> None:
-        """Hear nothing more of the present connection of ``uid``."""
+        """Ignore further messages of the present connection of ``uid``."""
         first = self._current.pop(uid, None)
         if first is not None:
             for connection in (first, *first.further):

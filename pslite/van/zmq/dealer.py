@@ -123,7 +123,7 @@ class Dealer:
         socket.connect(endpoint.text)
 
     def begin(self) -> None:
-        """Note that the handshake has succeeded, and the proofs where there are any."""
+        """Note that the handshake has succeeded, and the proofs if they are needed."""
         self.connected, self.began_at = True, time.monotonic()
 
     def prove(self, proofs: Proofs) -> bool | None:
@@ -149,7 +149,7 @@ class Dealer:
             send(self._socket, message)
 
     def news(self) -> Iterator[tuple[int, int]]:
-        """Return what the monitor has to tell: ``(event, value)``."""
+        """Return the events of the monitor as ``(event, value)``."""
         for event, value in monitor_events(self._monitor):
             if event == zmq.EVENT_CONNECTED:
                 self._descriptor = value
@@ -165,7 +165,7 @@ class Dealer:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has moved for too long; a heartbeat that arrives is enough."""
+        """Whether no bytes, not even a heartbeat, have moved for too long."""
         state = None if self._descriptor is None else flow_state(self._descriptor)
         if state is None:
             return False
@@ -174,7 +174,7 @@ class Dealer:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the other end has said anything yet."""
+        """Whether the other end has sent any bytes yet."""
         state = None if self._descriptor is None else flow_state(self._descriptor)
         return state is not None and state.received_bytes > 0
 
@@ -244,17 +244,17 @@ class Further:
         self._num_short = 0
 
     def want(self, number: int) -> None:
-        """Open up to this many; never fewer than before."""
+        """Set how many connections to open; the number never decreases."""
         self._wanted = max(self._wanted, min(number, MAX_FURTHER))
         self.open_next()
 
     def begin(self, first: Dealer, endpoint: Endpoint, routing_id: bytes) -> None:
-        """Note that the first connection is there."""
+        """Note that the first connection is open."""
         self._first = first, endpoint, routing_id
         self.open_next()
 
     def open_next(self) -> None:
-        """Open one more, if there should be one and the others are connected."""
+        """Open one more connection if it is wanted and the others are connected."""
         self.due_at = math.inf
         if self._first is None or len(self.dealers) >= self._wanted:
             return
@@ -278,12 +278,12 @@ class Further:
             self.dealers.append(dealer)
 
     def begun(self, dealer: Dealer) -> None:
-        """Note that one of them is there."""
+        """Note that a further connection is open."""
         dealer.begin()
         self.open_next()
 
     def next(self) -> Dealer | None:
-        """Return whose turn it is; the first one's, too."""
+        """Return the connection to use next, in turn with the first one."""
         if self._first is None:
             return None
         there = [self._first[0], *(dealer for dealer in self.dealers if dealer.connected)]
@@ -291,7 +291,7 @@ class Further:
         return there[self._turn]
 
     def close(self, linger_ms: int) -> None:
-        """Close these: the first connection is over."""
+        """Close the further connections, because the first one has ended."""
         self._count()
         for dealer in self.dealers:
             dealer.close(linger_ms)
