@@ -1,5 +1,5 @@
-"""Backends and layers for frameworks that have distributed interfaces of their own.
+"""Backends and layers for frameworks with distributed interfaces of their own.
 
 Their public names are short: ``kvstore.torch`` is ``kvstore/frameworks/torch``. ``import kvstore``
-imports none of these, and each imports its framework when it is used first.
+imports none of them. Each imports its framework when it is first used.
 """

@@ -1,11 +1,11 @@
-"""JAX: trees of arrays (pytrees) in a store, and gradients averaged over all workers.
+"""JAX: pytrees of arrays in a store, and gradients averaged over all workers.
 
 ::
 
     import kvstore, kvstore.jax
 
     kv = kvstore.create("dist_sync")
-    params = kvstore.jax.broadcast(kv, params)            # those of worker 0
+    params = kvstore.jax.broadcast(kv, params)            # worker 0's values
     tx = kvstore.jax.distributed(optax.adam(1e-3), kv)    # or any (init, update)
     state = tx.init(params)
     updates, state = tx.update(grads, state, params)      # also within jax.jit
@@ -68,11 +68,11 @@ class DistributedTransformation(NamedTuple):
 
 
 def distributed(tx: Any, kv: Any, op: str = "average") -> DistributedTransformation:
-    """Return ``tx`` with gradients that are combined over all workers first.
+    """Return ``tx`` as a transformation that first combines all workers' gradients.
 
     Args:
         tx: an Optax transformation, or any pair of functions ``init(params)`` and
-            ``update(grads, state, params)``. Its state stays on each worker, alike everywhere.
+            ``update(grads, state, params)``. Each worker keeps its own copy of the state.
         kv: a store; in a job, a ``dist_sync`` one.
         op: ``average`` or another operation of ``kv.all_reduce``.
 
@@ -93,11 +93,11 @@ def distributed(tx: Any, kv: Any, op: str = "average") -> DistributedTransformat
 
 
 def all_reduce(kv: Any, tree: Tree, op: str = "average") -> Tree:
-    """Combine a tree of all workers, leaf by leaf in rank order; all get the result.
+    """Combine all workers' trees, leaf by leaf in rank order; all get the result.
 
-    Leaves keep shape and dtype. Those of one dtype travel together, in one call of the store.
-    Within ``jax.jit`` it is an ordered callback. Raises ``MismatchError`` on all workers when
-    their trees differ, which JAX wraps in an error of its own within ``jit``.
+    Leaves keep shape and dtype. The leaves of one dtype are sent together, in one call of the
+    store. Within ``jax.jit``, this is an ordered callback. Raises ``MismatchError`` on all workers
+    if their trees differ; within ``jit``, JAX wraps it in an error of its own.
     """
     leaves, structure = tree_util.tree_flatten(tree)
     if not leaves or _is_alone(kv):
@@ -113,7 +113,7 @@ def all_reduce(kv: Any, tree: Tree, op: str = "average") -> Tree:
 
 
 def _all_reduce(kv: Any, leaves: Sequence[Any], op: str) -> list[Host]:
-    """Combine the leaves: one call for each dtype, in the order in which dtypes first appear."""
+    """Combine the leaves, with one call for each dtype, by first appearance."""
     hosts = [np.asarray(leaf) for leaf in leaves]
     found: list[Host | None] = [None] * len(hosts)
     for dtype in dict.fromkeys(host.dtype for host in hosts):
@@ -127,10 +127,10 @@ def _all_reduce(kv: Any, leaves: Sequence[Any], op: str) -> list[Host]:
 
 
 def broadcast(kv: Any, tree: Tree, root: int = 0) -> Tree:
-    """Return the tree of worker ``root`` on all of them: weights to begin with.
+    """Return the tree of worker ``root`` on all workers, such as initial weights.
 
-    All must have a tree of this structure. Raises ``ArgumentValueError`` where the root's leaves
-    have other names, shapes or dtypes.
+    All workers must have a tree of this structure. Raises ``ArgumentValueError`` if the root's
+    leaves have other names, shapes or dtypes.
     """
     if _is_alone(kv):
         return tree
@@ -152,7 +152,7 @@ def broadcast(kv: Any, tree: Tree, root: int = 0) -> Tree:
 
 
 def _is_alone(kv: Any) -> bool:
-    """Return whether this is the only worker: stores of one process have no such calls."""
+    """Return whether this is the only worker: local stores have no collective calls."""
     return bool(kv.num_workers == 1)
 
 
@@ -160,9 +160,9 @@ def _is_alone(kv: Any) -> bool:
 
 
 def names_of(tree: Tree, prefix: str = "") -> list[str]:
-    """Return the key of each leaf, in their order: its path, as in ``dense/kernel``.
+    """Return the key of each leaf, in order: ``prefix`` and its path (``a/b``).
 
-    ``prefix`` is put in front. Two leaves of one name are refused with ``ArgumentValueError``.
+    Raises ``ArgumentValueError`` for two leaves with the same name.
     """
     paths = [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
     names = [prefix + "/".join(map(_name, path)) for path in paths]
@@ -176,7 +176,7 @@ def names_of(tree: Tree, prefix: str = "") -> list[str]:
 
 
 def init_tree(kv: Any, tree: Tree, prefix: str = "") -> None:
-    """Create a key for each leaf with a copy of it; with several workers, of worker 0's."""
+    """Create a key for each leaf, with a copy of worker 0's leaf as its value."""
     kv.init(names_of(tree, prefix), tree_util.tree_leaves(tree))
 
 
@@ -186,9 +186,9 @@ def push_tree(kv: Any, tree: Tree, prefix: str = "", priority: int = 0) -> None:
 
 
 def pull_tree(kv: Any, like: Tree, prefix: str = "", priority: int = 0) -> Tree:
-    """Return the values of the keys of ``like`` as new JAX arrays, in a tree of its form.
+    """Return the values of the keys of ``like`` as new JAX arrays, in a tree like it.
 
-    ``like`` gives names, shapes, dtypes and devices; its values are not looked at.
+    ``like`` gives names, shapes, dtypes and devices; its values are not used.
     """
     out = _room(like)
     kv.pull(names_of(like, prefix), out, priority)
@@ -196,14 +196,14 @@ def pull_tree(kv: Any, like: Tree, prefix: str = "", priority: int = 0) -> Tree:
 
 
 def pushpull_tree(kv: Any, tree: Tree, prefix: str = "", priority: int = 0) -> Tree:
-    """Push each leaf and return the new values: sums, or weights that servers have updated."""
+    """Push each leaf; return the new values: sums, or weights updated by servers."""
     out = _room(tree)
     kv.pushpull(names_of(tree, prefix), tree_util.tree_leaves(tree), out, priority)
     return _tree(tree, out)
 
 
 def _name(entry: Any) -> str:
-    """Return the name of a step of a path: a dict's key, an index, or an attribute."""
+    """Return the name of one step of a path: a dict's key, an index, or an attribute."""
     for kind in ("key", "idx", "name"):
         if hasattr(entry, kind):
             return str(getattr(entry, kind))

@@ -1,8 +1,8 @@
-"""``BackwardPasses``: tells an optimizer when a gradient is there, and when a backward pass ends.
+"""``BackwardPasses``: tells an optimizer when gradients and passes are complete.
 
 PyTorch calls a hook for each parameter whose gradient a pass has computed, and a callback at the
-end of the pass, on the thread that called ``backward``; what they raise comes out of ``backward``.
-Passes may only add to the gradients: those in ``no_sync``, and all but the last of each
+end of the pass. Both run on the thread that called ``backward``, and ``backward`` raises their
+errors. Some passes only add to the gradients: those in ``no_sync``, and all but the last of each
 ``passes_per_exchange``. Read next: ``distributed_optimizer.py`` and ``server_optimizer.py``.
 """
 
@@ -20,14 +20,14 @@ from kvstore.errors import ArgumentValueError
 from pslite.errors import UsageError
 
 _NO_PASS = -1
-"""What PyTorch calls the pass of a thread that is in none."""
+"""PyTorch's number for a thread that is in no pass."""
 
 
 class GradientHook:
-    """Calls a method with a parameter whose gradient is there, as long as its object lives."""
+    """A hook that calls a method with a parameter while the method's object exists."""
 
     def __init__(self, method: Callable[[torch.Tensor], None]) -> None:
-        # Python does not see cycles through the hooks of a tensor.
+        # Python's garbage collector does not see cycles through a tensor's hooks.
         self._method = weakref.WeakMethod(method)
 
     def __call__(self, parameter: torch.Tensor) -> None:
@@ -39,10 +39,10 @@ class GradientHook:
 def call_with_gradients(
     parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
 ) -> None:
-    """Call a method for each gradient that a pass computes, in place of earlier methods.
+    """Call a method for each gradient of a pass, instead of earlier methods.
 
-    An optimizer may be made for parameters of another one that was not collected yet: two of them
-    would take the same gradients.
+    An optimizer may be created for the parameters of another optimizer that still exists. Without
+    this, both would take the same gradients.
     """
     for parameter in parameters:
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
@@ -50,20 +50,20 @@ def call_with_gradients(
             if isinstance(hook, GradientHook):
                 del hooks[number]
         is_trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # a hook cannot be set on a frozen one
+        parameter.requires_grad_(True)  # PyTorch refuses hooks on frozen parameters
         parameter.register_post_accumulate_grad_hook(GradientHook(method))
         parameter.requires_grad_(is_trained)
 
 
 class BackwardPasses:
-    """The backward passes of some parameters. Belongs to the thread that calls ``backward``.
+    """The backward passes of some parameters; belongs to the ``backward`` thread.
 
     Args:
-        begun: called at the begin of a pass whose gradients count, before the first ``ready``.
-        ready: called with the place of a parameter whose gradient is complete in such a pass.
-        ended: called at its end.
+        begun: called at the start of a pass that exchanges gradients, before the first ``ready``.
+        ready: called in such a pass with the place of a parameter whose gradient is complete.
+        ended: called at the end of such a pass.
         passes_per_exchange: how many passes add up to one gradient.
-        added: called at the begin of a pass that only adds to the gradients.
+        added: called at the start of a pass that only adds to the gradients.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class BackwardPasses:
         self._exchanges = False
         self._seen: set[int] = set()
         self._place_of: dict[torch.Tensor, int] = {}
-        self._lock = threading.RLock()  # guards all of it: autograd has a thread for each device
+        self._lock = threading.RLock()  # guards everything: autograd has a thread for each device
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Watch further parameters; their places go on from those that are watched already."""
+        """Watch further parameters; their places follow those of earlier ones."""
         for parameter in parameters:
             self._place_of[parameter] = len(self._place_of)
         call_with_gradients(parameters, self._has_gradient)
@@ -105,7 +105,7 @@ class BackwardPasses:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let the passes within only add to the gradients."""
+        """In this context, let backward passes only add to the gradients."""
         before, self._only_adds = self._only_adds, True
         try:
             yield
@@ -113,7 +113,7 @@ class BackwardPasses:
             self._only_adds = before
 
     def stepped(self) -> None:
-        """Begin to count passes anew, since the optimizer has made its step."""
+        """Count passes from 0 again, since the optimizer has made its step."""
         self._count = 0
 
     def _has_gradient(self, parameter: torch.Tensor) -> None:

@@ -1,16 +1,16 @@
-"""From PyTorch's rendezvous to a node of a cluster: who starts the servers, and how all find them.
+"""From PyTorch's rendezvous to a node of a cluster, with servers if needed.
 
-A process group begins with a store that all its ranks can read and write (a ``TCPStore``, mostly).
-There are two ways from it to a worker's node, and :func:`join` chooses.
+A process group begins with a store that all its ranks can read and write (usually a ``TCPStore``).
+:func:`join` makes a worker's node from it, in one of two ways.
 
-- **A job of ours** (DMLC_PS_ROOT_URI is set, as ``kvstore-launch`` does): the node of this process,
-  which all its stores share and which lives until the interpreter ends.
-- **Ranks that others start** (torchrun, ``mp.spawn``, mpiexec): rank 0 runs a scheduler and the
-  first rank of each machine a server, as children (``kvstore/launch/colocated.py``). Through the
-  store go the scheduler's address and the job's key. Destroying the group ends this cluster; so
-  does the end of a script that never destroys it.
+- **A job of ours** (DMLC_PS_ROOT_URI is set, as ``kvstore-launch`` does): it is the node of this
+  process, which all stores of the process share and which exists until the interpreter ends.
+- **Ranks of another launcher** (torchrun, ``mp.spawn``, mpiexec): rank 0 starts a scheduler, and
+  the first rank of each machine a server, as children (``kvstore/launch/colocated.py``). The ranks
+  exchange the scheduler's address and the job's key through the store. Destroying the group ends
+  this cluster, and so does the end of the script.
 
-The settings are those of ``pslite.config``, read once in each call. Runs on the thread that makes
+The settings are those of ``pslite.config``, read once in each call. Runs on the thread that creates
 the group, and waits. Read next: ``process_group.py``.
 """
 
@@ -45,39 +45,44 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True)
 class GroupCluster:
-    """The node of this process, and which worker of the cluster each rank of the group is."""
+    """The node of this process, and the rank in the cluster of each rank of the group."""
 
     node: Postoffice
     ranks: tuple[int, ...]
     leave: Callable[[], None]
-    """Ends this process's part in it. A job's node stays: it lives as long as its process."""
+    """Makes this process leave the cluster. A job's node stays as long as its process."""
     store: Any = None
-    """Torch's store, with keys of this cluster alone."""
+    """PyTorch's store, with a prefix for the keys of this cluster."""
 
 
 @dataclass(frozen=True)
 class ServicePlan:
-    """The plan of rank 0 for a cluster of its own, which it sends the others."""
+    """Rank 0's plan for a cluster of the group's own, which it sends to the others."""
 
     host: str
     port: int
     job_id: str
     num_servers: int
     security: str
-    #: For each rank, which servers it runs.
+    #: For each rank, the servers that it runs.
     servers: list[list[int]]
-    #: "" where every process has the key in a file (PS_JOB_KEY_FILE).
+    #: The job's key, or "" if every process has it in a file (PS_JOB_KEY_FILE).
     key: str
 
 
 def join(store: Any, rank: int, size: int) -> GroupCluster:
-    """Join the cluster of a group of ``size`` ranks that meet in ``store``; return when all have.
+    """Join the cluster of a group of ``size`` ranks; return when all have joined.
+
+    Args:
+        store: PyTorch's store that all ranks of the group share.
+        rank: this process's rank in the group.
+        size: the number of ranks.
 
     Raises:
         ConfigError: settings contradict each other or the group.
         DeadlineError: a rank did not come; the text says which.
     """
-    # The store may outlive a group, as torchrun's does: a rank's n-th join meets the others' n-th.
+    # The store may outlive a group, as torchrun's does, so each join of a rank has its own number.
     store = PrefixStore(f"kvstore/{store.add(f'kvstore/joined/{rank}', 1)}", store)
     config, unknown = Config.from_env()
     if config.root_uri:
@@ -140,11 +145,11 @@ def _own_cluster(config: Config, store: Any, rank: int, size: int) -> GroupClust
 
 
 def _decide(config: Config, store: Any, size: int) -> tuple[ServicePlan, socket.socket]:
-    """Decide for all, on rank 0; the caller owns the socket on which the scheduler listens."""
+    """Make the plan on rank 0; return it and the scheduler's socket, for the caller."""
     places = [json.loads(text) for text in _hear_all(store, "machine", size)]
     machines = [machine for machine, _ in places]
     first_ranks = [machines.index(machine) for machine in dict.fromkeys(machines)]
-    # Containers of one machine may have addresses of their own, and processes in common.
+    # Containers of one machine may share processes but not addresses.
     num_networks = len({network for _, network in places})
     is_one = len(first_ranks) == num_networks == 1
     host = LOOPBACK if is_one else _own_host(config, store)
@@ -168,7 +173,7 @@ def _decide(config: Config, store: Any, size: int) -> tuple[ServicePlan, socket.
 
 
 def _own_host(config: Config, store: Any) -> str:
-    """Return where the other machines reach rank 0: where they have reached its store, mostly."""
+    """Return rank 0's address for other machines: usually that of PyTorch's store."""
     if config.node_host:
         return config.node_host
     if config.interface:
@@ -181,7 +186,7 @@ def _own_host(config: Config, store: Any) -> str:
 def _settings_of(
     plan: ServicePlan, config: Config, rank: int, size: int, listener: socket.socket | None
 ) -> list[dict[str, Any]]:
-    """Return the settings of what this rank runs: the scheduler, servers, or nothing."""
+    """Return the settings of the scheduler and servers that this rank starts."""
     common = _common(plan, config, size)
     found = [
         asdict(replace(common, role=Role.SERVER.value, task_id=server))
@@ -205,7 +210,10 @@ def _worker_config(plan: ServicePlan, config: Config, rank: int, size: int) -> C
 
 
 def _common(plan: ServicePlan, config: Config, size: int) -> Config:
-    """Return what all nodes of this cluster are told; PORT is for servers of a job of ours."""
+    """Return the settings of all nodes of this cluster.
+
+    A PORT in the environment is for the servers of a job of ours, so it is dropped.
+    """
     return replace(
         config,
         num_workers=size,
@@ -222,9 +230,9 @@ def _common(plan: ServicePlan, config: Config, size: int) -> Config:
 
 
 def _leave_at_the_end_of_a_child(node: Postoffice, services: ColocatedServices | None) -> None:
-    """Say goodbye at the end of a child of ``multiprocessing``, which runs no exit handlers.
+    """Leave at the end of a ``multiprocessing`` child, which runs no exit handlers.
 
-    An exception on its way is a loss, as it is in a script.
+    If the child ends by an exception, it counts as lost, as a script does.
     """
     if multiprocessing.parent_process() is None:
         return
@@ -249,10 +257,10 @@ def _tell(store: Any, key: str, text: str) -> None:
 
 
 def _hear(store: Any, key: str, rank: int) -> str:
-    """Wait for what ``rank`` tells under ``key``, as long as the store's time-out allows."""
+    """Return the text of ``rank`` under ``key``; wait for the store's timeout at most."""
     try:
         return bytes(store.get(key)).decode()
-    except RuntimeError as error:  # of the store, also for a time-out
+    except RuntimeError as error:  # an error of the store, also a timeout
         raise DeadlineError(
             f"rank {rank} of the process group did not come: nothing under {key} in torch's store "
             f"within its timeout ({error}); look at what rank {rank} has written"

@@ -1,10 +1,10 @@
-"""``DistributedOptimizer``: a PyTorch optimizer whose gradients are averaged over all ranks.
+"""``DistributedOptimizer``: a PyTorch optimizer with gradients of all ranks.
 
-The optimizer stays the object that it was, of a subclass of its class, so learning rate schedulers,
-``GradScaler``, clipping and ``state_dict`` work as before. Gradients are sent in buckets during
-``backward``, which ends when all ranks' sums have come. Each rank then makes the same step, with
-its own copy of the optimizer's states. Read next: ``gradient_buckets.py``; and
-``server_optimizer.py``, where servers make the step.
+The optimizer remains the same object, but its class becomes a subclass, so learning rate
+schedulers, ``GradScaler``, clipping and ``state_dict`` work as before. Gradients are sent in
+buckets during ``backward``, which ends when the sums of all ranks have arrived. Each rank then
+makes the same step, with its own copy of the optimizer's states. Read next:
+``gradient_buckets.py``; and ``server_optimizer.py``, where servers make the step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvstore.stores.dist.store import DistKVStore
 from pslite.errors import UsageError
 
 BUCKET_BYTES = 25 << 20
-"""Of a bucket, as DistributedDataParallel has them."""
+"""The size of a bucket, as in DistributedDataParallel."""
 
 
 class StepExchange:
-    """What ``DistributedOptimizer`` keeps beside the optimizer."""
+    """The exchange of gradients that belongs to a ``DistributedOptimizer``."""
 
     def __init__(
         self, buckets: GradientBuckets, *, average: bool, backward_passes_per_step: int
@@ -43,7 +43,7 @@ class StepExchange:
         self.skips = False
 
     def add(self) -> None:
-        """Take note of a pass that adds to the gradients: they must be combined again."""
+        """Handle a pass that adds to the gradients: they must be combined again."""
         if self.is_done and not self._average:
             raise UsageError(
                 "the gradients are sums over all ranks already, and a second backward pass would "
@@ -73,15 +73,15 @@ class StepExchange:
 
 
 class AveragingOptimizer:
-    """What ``DistributedOptimizer`` adds to the class of an optimizer."""
+    """The methods that ``DistributedOptimizer`` adds to an optimizer's class."""
 
     exchange: StepExchange
 
     def synchronize(self) -> None:
-        """Make the gradients those of all ranks, unless they are.
+        """Combine the gradients of all ranks, unless they are combined already.
 
-        ``backward`` does so at its end, so this is for ranks on which it reached no parameter, and
-        for steps with fewer passes than ``backward_passes_per_step``.
+        ``backward`` does this at its end. So this call is for ranks on which it reached no
+        parameter, and for steps with fewer passes than ``backward_passes_per_step``.
         """
         if not self.exchange.is_done:
             self.exchange.begin()
@@ -89,7 +89,7 @@ class AveragingOptimizer:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step`` within take the gradients as they are."""
+        """In this context, let ``step`` use the gradients as they are."""
         self.exchange.skips = True
         try:
             yield
@@ -97,23 +97,23 @@ class AveragingOptimizer:
             self.exchange.skips = False
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let ``backward`` within add to this rank's gradients and send nothing."""
+        """In this context, let ``backward`` add to this rank's gradients without sending."""
         return self.exchange.passes.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, as the optimizer's own ``zero_grad``."""
+        """Drop the gradients, like the optimizer's own ``zero_grad``."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         self.exchange.is_done = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as the optimizer's own call; all ranks add the same ones."""
+        """Add parameters, like the optimizer's own call; all ranks add the same ones."""
         super().add_param_group(param_group)  # type: ignore[misc]
         added = self.param_groups[-1]["params"]  # type: ignore[attr-defined]
         self.exchange.buckets.add(added)
         self.exchange.passes.watch(added)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse copies and pickles, whose gradients would stay those of one rank."""
+        """Refuse copies and pickles: a copy would use the gradients of only one rank."""
         raise UsageError(
             f"a {type(self).__name__} can be neither copied nor pickled, since a copy would step "
             "by the gradients of one rank: save its state_dict(), and load that into another one"
@@ -130,7 +130,7 @@ def DistributedOptimizer(  # noqa: N802  (it stands for a class)
     bucket_bytes: int = BUCKET_BYTES,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """Make ``optimizer`` one that steps by the gradients of all ranks, and return it.
+    """Make ``optimizer`` step with the gradients of all ranks, and return it.
 
     All ranks call it, with the same parameters; their values are not touched
     (``broadcast_parameters``). ``backward`` of every rank then waits for all ranks. A parameter
@@ -142,8 +142,8 @@ def DistributedOptimizer(  # noqa: N802  (it stands for a class)
         optimizer: of any class of ``torch.optim``, or one derived from it.
         named_parameters: names for errors: ``model.named_parameters()``.
         kv: a distributed store; None finds the job's (``kvstore.torch.init``).
-        compression: 'fp16', 'bf16' or what ``kv.set_gradient_compression`` takes. Gradients go
-            by the servers then, also on one machine.
+        compression: 'fp16', 'bf16' or what ``kv.set_gradient_compression`` takes. Gradients go by
+            the servers then, also on one machine.
         average: divide sums by the number of ranks.
         bucket_bytes: how many bytes of gradients are sent in one call.
         backward_passes_per_step: how many passes add up to the gradients of a step.

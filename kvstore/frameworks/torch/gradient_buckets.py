@@ -1,13 +1,15 @@
-"""``GradientBuckets``: gathers gradients in a few large arrays and adds them up over all ranks.
+"""``GradientBuckets``: sums gradients over all ranks in a few large arrays.
 
-A bucket is sent when all its gradients are there and all buckets before it were sent, so every
-rank makes the same calls in the same order. Behind its gradients a bucket has a number for each of
-them: 1 where this rank has the gradient. Their sum says which gradients no rank has at all. Sparse
-gradients travel alone, row by row. After the exchange ``parameter.grad`` is a part of a bucket.
+A bucket is sent when all its gradients are complete and all earlier buckets have been sent, so
+every rank makes the same calls in the same order. After its gradients, a bucket has a number for
+each of them: 1 if this rank has the gradient. The sum of these numbers shows which gradients no
+rank has. Sparse gradients are sent separately, row by row. After the exchange, ``parameter.grad``
+is a part of a bucket.
 
-Which gradients are sparse is known once there are some, so the ranks settle the buckets in the
-first exchange, and anew where parameters came or are trained that were frozen. Runs on the threads
-of ``backward``; the thread that calls ``finish`` waits. Read next: ``distributed_optimizer.py``.
+Which gradients are sparse is known only after the first pass. So the ranks agree on the buckets in
+the first exchange, and again after parameters were added or are no longer frozen. Runs on the
+threads of ``backward``; the thread that calls ``finish`` waits. Read next:
+``distributed_optimizer.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _FROZEN, _DENSE, _SPARSE = range(3)
 
 
 class DenseBucket:
-    """Gradients of one dtype, one after the other in one array."""
+    """The gradients of one dtype, one after the other in one array."""
 
     def __init__(self, kv: DistKVStore, places: list[int], parameters: list[torch.Tensor]) -> None:
         self.places = places
@@ -56,18 +58,18 @@ class DenseBucket:
         self.missing = set(places)
 
     def take(self, place: int, gradient: torch.Tensor | None) -> None:
-        """Put a gradient into its place; zeros for None."""
+        """Copy a gradient to its place; zeros for None."""
         view = self.views[place]
         if gradient is None:
             view.zero_()
         elif gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
-            own = gradient.detach()  # of create_graph
+            own = gradient.detach()  # without the graph of create_graph
             view.copy_(own.to_dense() if own.is_sparse else own)
         self.has[self._index[place]] = gradient is not None
         self.missing.discard(place)
 
     def somebody_has(self, place: int) -> bool:
-        """Return whether any rank had this gradient, once they are added up."""
+        """Return whether any rank had this gradient; call it after the sum."""
         return bool(self.has[self._index[place]] != 0)
 
 
@@ -87,7 +89,7 @@ class SparseGradient:
         self._none = self.own
 
     def take(self, place: int, gradient: torch.Tensor | None) -> None:
-        """Take the rows; none of them for None."""
+        """Store the gradient's rows; no rows for None."""
         if gradient is None:
             self.own = self._none
         else:
@@ -96,20 +98,21 @@ class SparseGradient:
         self.missing.discard(place)
 
     def total(self, rows: Sequence[Array], values: Sequence[Array]) -> torch.Tensor | None:
-        """Return the sum of all ranks' rows; None where there are none."""
+        """Return the sum of all ranks' rows, or None if there are none."""
         if not any(map(len, rows)):
             return None
         return sparse_sum(rows, values, self._parameter).to(self._parameter.device)
 
 
 class GradientBuckets:
-    """The gradients of one optimizer. All ranks make one with the same parameters.
+    """The gradients of one optimizer. All ranks create one with the same parameters.
 
     Args:
         kv: the store whose workers are the ranks.
         average: divide the sums by the number of ranks.
-        bucket_bytes: of a bucket; one larger gradient makes a bucket of its own.
-        compression: what ``kv.set_gradient_compression`` takes: gradients go by the servers then.
+        bucket_bytes: the size of a bucket; a larger gradient gets a bucket of its own.
+        compression: as for ``kv.set_gradient_compression``; gradients are then sent through the
+            servers.
     """
 
     def __init__(
@@ -133,14 +136,14 @@ class GradientBuckets:
         self._units: list[DenseBucket | SparseGradient] | None = None
         self._unit_of: dict[int, Any] = {}
         self._frozen: list[torch.Tensor] = []
-        """Parameters that were so on all ranks when they settled the buckets."""
+        """Parameters that were frozen on all ranks when the ranks agreed on the buckets."""
         self._elsewhere: list[tuple[int, torch.Tensor]] = []
-        """Gradients that lie on a device, with their places in the buckets."""
+        """Places of the gradients on other devices, with their parts of the buckets."""
         self._num_sent = 0
         self._under_way: list[Future[Any]] = []
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take up further parameters; the ranks settle new buckets in the next exchange."""
+        """Add parameters; the ranks agree on new buckets in the next exchange."""
         for parameter in parameters:
             check_reducible(parameter)
         self._parameters += parameters
@@ -156,15 +159,15 @@ class GradientBuckets:
             unit.missing = set(unit.places)
 
     def ready(self, place: int) -> None:
-        """Take a gradient that is complete; send the buckets that are."""
+        """Take a complete gradient; send the complete buckets."""
         if self._units is not None:
             self._take(place)
             self._send_complete()
 
     def finish(self) -> None:
-        """Send what is left, with zeros for what is missing, and wait for all sums.
+        """Send the remaining buckets, with zeros for missing gradients; wait for all sums.
 
-        Raises ``NodeLostError``, ``MismatchError`` and what else an all-reduce raises.
+        Raises ``NodeLostError``, ``MismatchError`` and other errors of an all-reduce.
         """
         if self._units is None:
             self._settle_buckets()
@@ -250,7 +253,7 @@ class GradientBuckets:
         if self._coded is None:
             op = "average" if self._average else "sum"
             return self._calls.all_reduce(bucket.whole, op, out=bucket.whole)
-        has = bucket.whole[len(bucket.values) :]  # these must not be rounded
+        has = bucket.whole[len(bucket.values) :]  # the codec must not round these
         return gather(
             [
                 self._coded.pushpull_async(number, bucket.values),
@@ -270,7 +273,7 @@ def _kind(parameter: torch.Tensor) -> int:
 
 
 def _both_ways(compression: Compression) -> Any:
-    """Return the rules of a codec; one of 16 bits, by its name, is for the sums, too."""
+    """Return the codec's rules; 'fp16' and 'bf16' also compress the sums."""
     if not isinstance(compression, str):
         return compression
     if compression not in ("fp16", "bf16"):

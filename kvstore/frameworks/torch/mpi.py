@@ -1,13 +1,13 @@
-"""Rank, size and a meeting place for ranks that mpiexec or srun starts and nothing else describes.
+"""Rank, size and a common store for ranks that mpiexec or srun starts.
 
-PyTorch's own backend ``mpi`` takes all three from MPI. Here rank and size come from the variables
-that mpiexec and srun set. Ranks of one host meet in a file: in a directory that only this user can
-open, under the name of the process that has started them all (its id and the time it began), which
-no other job has. Rank 0 writes there which store is theirs, and removes it when all have come and
-before any goes on, so a store of the past is never found. Ranks on several hosts need MASTER_ADDR
-and MASTER_PORT.
+PyTorch's own backend ``mpi`` gets all three from MPI. Here, rank and size come from the variables
+that mpiexec and srun set. The ranks of one host use a file in a directory that only this user can
+open. The file's name contains the id and start time of the process that has started all ranks,
+which no other job shares. Rank 0 writes the name of the ranks' store into the file. It removes the
+file when all ranks have opened the store, before any of them continues, so no old store is found.
+Ranks on several hosts need MASTER_ADDR and MASTER_PORT.
 
-Runs on the thread that makes the group, and waits. Read next: ``cluster.py``.
+Runs on the thread that creates the group, and waits. Read next: ``cluster.py``.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _ADVICE = (
 
 
 def with_mpi(given: Mapping[str, Any], is_mpi: bool, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` with the rank, size and place that MPI gives.
+    """Return arguments of ``init_process_group`` with MPI's rank, size and store.
 
     Args:
         given: the script's arguments, by name.
-        is_mpi: whether the script asks for ``mpi``, which ignores its rank and size.
-        environ: the environment. RANK and WORLD_SIZE in it count more than what MPI says.
+        is_mpi: whether the script requests ``mpi``, which ignores the script's rank and size.
+        environ: the environment. Its RANK and WORLD_SIZE override the values of MPI.
 
     Raises:
-        ConfigError: nothing says the rank, or ranks on several hosts cannot meet.
+        ConfigError: the rank is unknown, or ranks on several hosts cannot find each other.
         DeadlineError: a rank did not come; the text says which.
     """
     arguments = dict(given)
@@ -91,7 +91,7 @@ def with_mpi(given: Mapping[str, Any], is_mpi: bool, environ: Mapping[str, str])
 
 
 def _meet(mpi: MpiRank, starter: str, limit: timedelta) -> dist.Store:
-    """Return a store that all ranks have opened, and that no other user can."""
+    """Return a store that all ranks have opened and no other user can open."""
     directory = _private_directory()
     _remove_what_the_dead_left(directory)
     note = directory / f"job-{starter}"
@@ -103,7 +103,7 @@ def _meet(mpi: MpiRank, starter: str, limit: timedelta) -> dist.Store:
         return store
     path = directory / f"store-{_process(os.getpid())}-{secrets.token_hex(8)}"
     store = _open(path, mpi.size, limit)
-    # It runs after the handler that waits for the other ranks, which will be registered later.
+    # This runs after the handler that waits for the other ranks, which is registered later.
     atexit.register(path.unlink, missing_ok=True)
     store.set("here/0", "")
     draft = directory / f"draft-{path.name.partition('-')[2]}"
@@ -128,7 +128,7 @@ def _missing(store: dist.Store, size: int) -> list[int]:
 
 
 def _noted(note: Path) -> Path | None:
-    """Return the store that rank 0 has noted; None where it has not, or its process has ended."""
+    """Return the store in rank 0's note; None if it is missing or its process ended."""
     try:
         name = note.read_text()
     except FileNotFoundError:
@@ -137,7 +137,7 @@ def _noted(note: Path) -> Path | None:
 
 
 def _wait_for(until_s: float, value: Callable[[], Any], missing: Callable[[], list[int]]) -> Any:
-    """Wait for a value that is true; say once which ranks are ``missing``."""
+    """Wait until ``value()`` is true; print once which ranks are ``missing``."""
     say_at = time.monotonic() + _SAY_AFTER_S
     while not (found := value()):
         now = time.monotonic()
@@ -156,7 +156,7 @@ def _wait_for(until_s: float, value: Callable[[], Any], missing: Callable[[], li
 
 
 def _private_directory() -> Path:
-    """Return this user's directory for notes, on this machine; make it where it is missing."""
+    """Return this user's directory for notes on this machine; create it if missing."""
     machine = hashlib.sha256(machine_id().encode()).hexdigest()[:12]
     path = Path(tempfile.gettempdir()) / f"kvmpi-{os.geteuid()}-{machine}"
     try:
@@ -184,23 +184,24 @@ def _remove_what_the_dead_left(directory: Path) -> None:
 
 
 def _starter(rank_name: str) -> str | None:
-    """Name the nearest process above this one that is not of a rank: it has started all of them.
+    """Return the name of the process that has started all ranks.
 
-    None where the kernel does not show it, as in a container for each rank.
+    It is the nearest parent that is not a process of a rank. None if the kernel does not show it,
+    for example with a container for each rank.
     """
     pid, mark = os.getppid(), f"\0{rank_name}=".encode()
     try:
         while mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(_status(pid)[1])
     except PermissionError:
-        pass  # of another user, such as Slurm's own daemon
+        pass  # a process of another user, such as Slurm's daemon
     except OSError:
         return None
     return _process(pid)
 
 
 def _process(pid: int) -> str | None:
-    """Name a process as no other was named since the machine started; None: it has ended."""
+    """Return a process's unique name since the machine's start; None if it has ended."""
     try:
         status = _status(pid)
     except OSError:
@@ -209,7 +210,7 @@ def _process(pid: int) -> str | None:
 
 
 def _status(pid: int) -> list[str]:
-    """Return what /proc says of a process, from its state on."""
+    """Return the fields of /proc/PID/stat, beginning with the state."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

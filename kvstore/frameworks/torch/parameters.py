@@ -1,7 +1,8 @@
-"""Give all ranks the parameters, optimizer states and objects of one of them.
+"""Send the parameters, optimizer states and objects of one rank to all ranks.
 
-What a script calls once, before its first step. Tensors travel as they are, other values by the
-rules of ``kv.broadcast_object``: nothing is pickled. All ranks make the same calls, which wait.
+A script calls these functions once, before its first step. Tensors are sent unchanged, other values
+by the rules of ``kv.broadcast_object``: nothing is pickled. All ranks make the same calls, which
+wait.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def broadcast_parameters(
     """Copy the tensors of rank ``root_rank`` into those of all ranks, in place.
 
     ``params`` is a module (parameters and buffers), its ``state_dict()`` or pairs of a name and a
-    tensor; names, shapes and dtypes are the same on all ranks. Tensors on a GPU go by the host.
+    tensor. Names, shapes and dtypes must be the same on all ranks. Tensors on a GPU are copied
+    through the host.
 
     Raises:
         ArgumentTypeError: a value is not a tensor.
-        UsageError: the ranks have different tensors; the same error on all of them.
+        UsageError: the ranks have different tensors; all ranks raise the same error.
     """
     store = store_of(kv)
     named = _named(params)
@@ -55,9 +57,9 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, kv: DistKVStore | None = None
 ) -> None:
-    """Give the optimizers of all ranks the ``state_dict`` of rank ``root_rank``'s.
+    """Load the optimizer's ``state_dict`` of rank ``root_rank`` on all ranks.
 
-    Raises ``ArgumentTypeError`` on all ranks if it holds an object of a class.
+    Raises ``ArgumentTypeError`` on all ranks if it contains an object of a class.
     """
     store = store_of(kv)
     is_root = store.rank == root_rank
@@ -68,7 +70,7 @@ def broadcast_optimizer_state(
 
 
 def broadcast_object(obj: object = None, root_rank: int = 0, kv: DistKVStore | None = None) -> Any:
-    """Return the object of rank ``root_rank`` on all ranks, as ``kv.broadcast_object`` does.
+    """Return the object of rank ``root_rank``; see ``kv.broadcast_object``.
 
     Tensors arrive as NumPy arrays.
     """
@@ -76,7 +78,7 @@ def broadcast_object(obj: object = None, root_rank: int = 0, kv: DistKVStore | N
 
 
 def check_alike(store: DistKVStore, named: Sequence[tuple[str, torch.Tensor]], whose: str) -> None:
-    """Raise, on all ranks, unless they have tensors of the same names, shapes and dtypes."""
+    """Raise on all ranks unless their tensors have the same names, shapes and dtypes."""
     mine = [f"{name}: {tuple(each.shape)} of {each.dtype}" for name, each in named]
     gathered = store.all_gather(np.frombuffer(json.dumps(mine).encode(), np.uint8))
     texts = [json.loads(bytes(each)) for each in gathered]
@@ -110,7 +112,7 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _with_tensors(value: Any) -> Any:
-    """Return the object with tensors in the place of arrays."""
+    """Return the object with tensors instead of arrays."""
     if isinstance(value, np.ndarray):
         tensor = torch.empty(value.shape, dtype=_torch_dtype(value.dtype))
         array_of(tensor)[...] = value

@@ -1,13 +1,13 @@
-"""``ProcessGroupKVStore``: what ``torch.distributed`` calls, on a ``Communicator`` of ``pslite``.
+"""``ProcessGroupKVStore``: a group of ``torch.distributed`` on a ``Communicator``.
 
-Up to PyTorch 2.13 a backend written in Python subclasses ``ProcessGroup``, and replaces the group
-that torch has made: ``Backend`` has no constructor there. From 2.15 on a group also needs an inner
-``Backend``, which ``_inner_backend`` makes. C++ code (the reducer of DistributedDataParallel,
-functional collectives) reaches only the names that PyProcessGroup.hpp passes on; Python code
-reaches all. 2.13 gave three methods new names, so both are here.
+Up to PyTorch 2.13, a backend in Python subclasses ``ProcessGroup`` and replaces PyTorch's group,
+since ``Backend`` has no constructor there. From 2.15, a group also needs an inner ``Backend``,
+which ``_inner_backend`` creates. C++ code (the reducer of DistributedDataParallel, functional
+collectives) can call only the methods that PyProcessGroup.hpp passes on; Python code can call all.
+PyTorch 2.13 renamed three methods, so both names exist here.
 
-Any thread may call: what orders the calls of a group is the number that ``Communicator`` gives
-each. A call returns at once; ``work.py`` has the waiting. Read next: ``cluster.py``.
+Any thread may call. ``Communicator`` numbers the calls of a group, which gives them their order. A
+call returns at once; ``work.py`` contains the waiting. Read next: ``cluster.py``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Tensors = Sequence[torch.Tensor]
 
 
 def create(options: Any, backend_options: Any = None) -> ProcessGroupKVStore:
-    """Make a group; ``torch.distributed`` calls this with its ``_DistributedBackendOptions``.
+    """Make a group; ``torch.distributed`` passes ``_DistributedBackendOptions``.
 
-    Raises ``NotSupportedError`` for a PyTorch that loses what calls of a Python group return.
+    Raises ``NotSupportedError`` for a PyTorch that loses the results of calls of a Python group.
     """
     if torch.__version__ < OLDEST:
         raise NotSupportedError(
@@ -59,7 +59,7 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroupKVStore:
     world = dist.GroupMember.WORLD
     timeout_s = options.timeout.total_seconds()
     if members and isinstance(world, ProcessGroupKVStore):
-        # A part of a group of ours: the same cluster.
+        # A part of one of our groups uses the same cluster.
         _check_members(world, options.group_id, members)
         ranks = [world.cluster.ranks[rank] for rank in members]
         group = ProcessGroupKVStore(options.group_rank, options.group_size)
@@ -73,7 +73,7 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroupKVStore:
 
 
 def _check_members(world: ProcessGroupKVStore, name: str, members: Sequence[int]) -> None:
-    """Refuse a part of the group that another rank has made of other ranks."""
+    """Raise if another rank has created the group of this name with other ranks."""
     own = json.dumps([world.rank(), *members])
     first, *ranks = json.loads(world.cluster.store.compare_set(f"group/{name}", "", own))
     if ranks != members:
@@ -84,7 +84,7 @@ def _check_members(world: ProcessGroupKVStore, name: str, members: Sequence[int]
 
 
 class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group whose ranks are workers of a cluster. Made by :func:`create`."""
+    """A process group whose ranks are workers of a cluster. :func:`create` makes it."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -100,7 +100,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     def begin(
         self, cluster: GroupCluster, ranks: Sequence[int], name: str, timeout_s: float, store: Any
     ) -> None:
-        """Take up the work, as ``ranks`` of the cluster's workers in the group's order."""
+        """Begin with ``ranks``, the cluster's workers in the order of the group."""
         self.cluster = cluster
         self.calls = Communicator(cluster.node, ranks, name=f"torch {name}")
         self._timeout_s = timeout_s
@@ -118,19 +118,19 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         return NAME
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return the name that torch gave this group."""
+        """Return PyTorch's name of this group."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take the name that torch gives this group; functional collectives look for it."""
+        """Set the name of this group; functional collectives look for it."""
         self._group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return torch's description of this group."""
+        """Return PyTorch's description of this group."""
         return self._group_description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Take torch's description of this group."""
+        """Set the description of this group."""
         self._group_description = description
 
     @property
@@ -145,11 +145,11 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     supports_time_estimate = False
 
     def get_group_store(self) -> Any:
-        """Return the store in which the group's ranks met."""
+        """Return the store with which the group's ranks found each other."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long calls of this group wait, if they are not told."""
+        """Set the default timeout of this group's calls."""
         self._timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -160,7 +160,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     # -- reductions --------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> KVStoreWork:
-        """Combine a tensor of all ranks, in place."""
+        """Combine the tensors of all ranks, in place."""
         op, factor = _operation(opts)
         found = _listed(tensors)
 
@@ -173,7 +173,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         return self._each(found, found, call, _fill_sum, opts)
 
     def _all_gather_sparse(self, tensor: torch.Tensor, op: str) -> Future[Any]:
-        """Give every rank the rows of all, as embeddings with ``sparse=True`` need it."""
+        """Send every rank's rows to all ranks, for embeddings with ``sparse=True``."""
         if op != "sum":
             raise ArgumentValueError(f"expected SUM for a sparse tensor, got {op.upper()}")
         own = tensor.detach().coalesce()
@@ -185,7 +185,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> KVStoreWork:
-        """Combine a tensor of all ranks, in place on the root only."""
+        """Combine the tensors of all ranks, in place on the root only."""
         op, factor = _operation(opts)
         root = _root(opts)
         found = _listed(tensors)
@@ -196,7 +196,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         return self._each(found, found, call, _fill_if_given, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
-        """Combine each input of all ranks; rank i gets the i-th."""
+        """Combine each input over all ranks; rank i gets the i-th result."""
         op, factor = _operation(opts)
 
         def call(pieces: Tensors) -> Future[Any]:
@@ -207,7 +207,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> KVStoreWork:
-        """Combine an input of all ranks, cut into a piece for each; rank i gets the i-th."""
+        """Combine the inputs of all ranks; rank i gets the i-th equal piece."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
@@ -228,14 +228,14 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     # -- moving data -------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None) -> KVStoreWork:
-        """Copy the root's tensor into those of all."""
+        """Copy the root's tensor into the tensors of all ranks."""
         root = _root(opts)
         found = _listed(tensors)
         call = lambda tensor: self.calls.broadcast(contiguous(tensor), root)  # noqa: E731
         return self._each(found, found, call, fill, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
-        """Give every rank the inputs of all."""
+        """Give every rank the inputs of all ranks."""
         call = lambda tensor: self.calls.all_gather(contiguous(tensor))  # noqa: E731
         return self._each(_lists(outputs), _listed(inputs), call, _fill_each, opts)
 
@@ -247,7 +247,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> KVStoreWork:
-        """Give every rank the inputs of all, one after the other in one tensor."""
+        """Give every rank the inputs of all ranks, one after the other in one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
@@ -261,7 +261,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
-        """Give the root the inputs of all."""
+        """Give the root the inputs of all ranks."""
         root = _root(opts)
         found = _listed(inputs)
         call = lambda tensor: self.calls.gather(contiguous(tensor), root)  # noqa: E731
@@ -287,7 +287,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> KVStoreWork:
-        """Cut the input into a piece for each rank, and get one from each."""
+        """Cut the input into a piece for each rank; exchange the pieces."""
         pieces = rows_of(contiguous(input), input_splits, self.size())
         targets = rows_of(array_of(output), output_splits, self.size())
         future = self.calls.all_to_all(pieces)
@@ -297,22 +297,22 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> KVStoreWork:
-        """Send the i-th input to rank i, and get one from each."""
+        """Send the i-th input to rank i, and get one tensor from each rank."""
         future = self.calls.all_to_all([*map(contiguous, inputs)])
         return self._work(future, lambda values: _fill_each(outputs, values), outputs, opts)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> KVStoreWork:
-        """Send a tensor to a rank of the group; done once a server has it."""
+        """Send a tensor to a rank of the group; complete when a server has it."""
         found = _listed(tensors)
         call = lambda tensor: self.calls.send(contiguous(tensor), to, tag)  # noqa: E731
         return self._each([()] * len(found), found, call, _nothing, None)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> KVStoreWork:
-        """Receive what a rank of the group has sent with this tag."""
+        """Receive a tensor that a rank of the group has sent with this tag."""
         return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> KVStoreWork:
-        """Receive what any rank has sent; the work's ``source_rank`` says which."""
+        """Receive a tensor from any rank; the work's ``source_rank`` names the rank."""
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> KVStoreWork:
@@ -321,19 +321,19 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         return self._work(future, lambda got: fill(tensor, got.array, got.dtype), [tensor], None)
 
     def barrier(self, opts: Any = None) -> KVStoreWork:
-        """Complete once all ranks have come here."""
+        """Complete when all ranks have made this call."""
         return self._work(self.calls.barrier(), lambda _: None, [], opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait until all ranks have come here; an error names who has not."""
+        """Wait until all ranks have made this call; an error names the missing ranks."""
         self.barrier().wait(timeout)
 
     # -- the end -------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the group, as ``destroy_process_group`` does, and a cluster of its own with it."""
+        """End the group, and its own cluster; ``destroy_process_group`` calls this."""
         self.calls.close()
         self._completions.close()
         if self.owns_cluster:
@@ -352,7 +352,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         finish: Callable[[Any, Any], None],
         opts: Any,
     ) -> KVStoreWork:
-        """Make one call for each input; ``finish(output, value)`` puts its value into place."""
+        """Make one call for each input; ``finish(output, value)`` stores its result."""
         if len(outputs) != len(inputs):
             raise ArgumentValueError(
                 f"expected as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
@@ -389,7 +389,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
 @functools.cache
 def _backend_class() -> type[Any]:
     class InnerBackend(torch._C._distributed_c10d.Backend):  # type: ignore[misc]
-        """Names the device of a group for C++ code of PyTorch 2.15; the group does the work."""
+        """The group's device for C++ code of PyTorch 2.15; the group does the work."""
 
         supports_splitting = False
         supports_coalescing = False
@@ -403,7 +403,7 @@ def _backend_class() -> type[Any]:
 
 
 def _inner_backend(rank: int, size: int) -> Any:
-    """Return what PyTorch 2.15 wants beside a group; None where it cannot be made, or needed."""
+    """Return the inner backend for PyTorch 2.15; None if it has no constructor."""
     try:
         return _backend_class()(rank, size)
     except TypeError:  # "No constructor defined"
@@ -428,7 +428,7 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 
 def _lists(tensors: Any) -> list[list[torch.Tensor]]:
-    """Return a list of lists, also where torch's short form has a list only."""
+    """Return a list of lists, also for PyTorch's short form with one list."""
     found = list(tensors)
     return [found] if found and isinstance(found[0], torch.Tensor) else [*map(list, found)]
 
@@ -447,7 +447,7 @@ def _flattened(outputs: Iterable[Any]) -> Iterable[torch.Tensor]:
 def _fill_sum(output: torch.Tensor, value: Any) -> None:
     if output.layout == torch.sparse_coo:
         indices, values = value
-        with torch.no_grad():  # the detached one would get new indices of its own
+        with torch.no_grad():  # a detached tensor would get new indices of its own
             output.copy_(sparse_sum(indices, values, output))
     else:
         fill(output, value)

@@ -1,9 +1,9 @@
-"""``PushedGradients``: pushes gradients to the servers and brings the new weights back.
+"""``PushedGradients``: pushes gradients to the servers and pulls the new weights.
 
-Parameters that follow each other travel in one call, in the order in which ``backward`` reaches
-them, and calls for early layers go first (``priority``), since the next pass needs these first.
-Weights land in the parameters' own memory. Embeddings with sparse gradients are row-sparse keys:
-their rows are pushed, and the rows that any worker has pushed come back. Runs on the threads of
+Neighbouring parameters are sent in one call, in the order in which ``backward`` reaches them. Calls
+for early layers are sent first (``priority``), since the next pass needs these first. Weights are
+written to the parameters' own memory. Embeddings with sparse gradients are row-sparse keys: their
+rows are pushed, and the rows that any worker has pushed are pulled. Runs on the threads of
 ``backward``; ``wait`` waits. Read next: ``server_optimizer.py``.
 """
 
@@ -24,13 +24,13 @@ from pslite.future import completed
 
 
 class PushedGradients:
-    """The gradients and weights of one optimizer. All workers make one with the same keys.
+    """The gradients and weights of one optimizer. All workers use the same keys.
 
     Args:
         kv: the store whose servers have the weights.
         weights: the parameters; each is a key, at the same place of ``keys``.
         sparse: the places of embeddings with sparse gradients.
-        bucket_bytes: how many bytes of gradients travel in one call.
+        bucket_bytes: how many bytes of gradients are sent in one call.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PushedGradients:
         self._buckets = _buckets(weights, self._sparse, bucket_bytes)
         self._bucket_of = {place: bucket for bucket in self._buckets for place in bucket}
         self._arrays: dict[int, tuple[int, Any]] = {}
-        """Place of a weight -> where it lay when it was looked at last, and its array."""
+        """Place of a weight -> its last known address, and its array."""
         self._missing: dict[int, int] = {}
         self._pushed: set[int] = set()
         self._under_way: list[Future[Any]] = []
@@ -57,7 +57,7 @@ class PushedGradients:
         """Place of an embedding -> the ids of the rows that each worker has pushed."""
 
     def start(self) -> None:
-        """Create the keys with worker 0's weights, and bring these to all workers."""
+        """Create the keys with worker 0's weights, and pull these on all workers."""
         dense = [place for place in range(len(self._keys)) if place not in self._sparse]
         if dense:
             self._kv.init(self._names(dense), [self._weight(place) for place in dense])
@@ -73,16 +73,16 @@ class PushedGradients:
         self._pushed = set()
 
     def ready(self, place: int) -> None:
-        """Take note of a complete gradient; push those of a bucket when it is full."""
+        """Handle a complete gradient; push a bucket's gradients when all are complete."""
         bucket = self._bucket_of.get(place)
-        if bucket is None:  # an embedding, whose rows go at the end
+        if bucket is None:  # an embedding, whose rows are pushed at the end
             return
         self._missing[bucket[0]] -= 1
         if self._missing[bucket[0]] == 0:
             self._push(bucket)
 
     def push_rest(self) -> None:
-        """Push the other gradients; zeros for those that only other workers have."""
+        """Push the other gradients, and zeros for those that only other workers have."""
         late = [place for place in self._bucket_of if place not in self._pushed]
         self._push([place for place in late if self._weights[place].grad is not None])
         wanted = [place for place in self._sparse if self._weights[place].grad is not None]
@@ -146,7 +146,7 @@ class PushedGradients:
         return [self._keys[place] for place in places]
 
     def _weight(self, place: int) -> Any:
-        """Return a weight as an array in its own memory; looking costs more than a small push."""
+        """Return a weight as an array in its own memory, cached to save time."""
         weight = self._weights[place]
         address = weight.data_ptr()
         known = self._arrays.get(place)
@@ -168,7 +168,7 @@ class PushedGradients:
 def _buckets(
     weights: Sequence[torch.Tensor], sparse: Collection[int], most_bytes: int
 ) -> list[list[int]]:
-    """Return the places of parameters that travel together, from the last to the first."""
+    """Return the places of parameters that are sent together, from last to first."""
     found: list[list[int]] = []
     filled = most_bytes
     for place in reversed(range(len(weights))):
@@ -184,7 +184,7 @@ def _buckets(
 
 
 def _in_memory(tensor: torch.Tensor) -> Any:
-    """Return a dense tensor of the host as an array in its own memory, the fastest for stores."""
+    """Return a dense CPU tensor as an array in its own memory, others detached."""
     if tensor.device.type == "cpu" and tensor.layout == torch.strided:
         return array_of(tensor)
     return tensor.detach()

@@ -1,12 +1,14 @@
-"""``ServerOptimizer``: the servers make the step; a worker has no states of the optimizer.
+"""``ServerOptimizer``: the servers make the step and keep the optimizer states.
 
-During ``backward`` gradients leave for the servers, and new weights come back into the parameters'
-own memory. ``step`` waits for the rest. Servers add gradients up in rank order, so all workers of a
-synchronous store have the same bits; workers of ``dist_async`` do not wait for each other.
+During ``backward``, gradients are sent to the servers, and new weights are written to the
+parameters' own memory. ``step`` waits for the rest. Servers add gradients in rank order, so all
+workers of a synchronous store have the same bits; workers of ``dist_async`` do not wait for each
+other.
 
-A weight may be replaced as soon as its gradient is complete: whatever used it has been computed by
-then. Its version counts up, so what still needs the old values gets PyTorch's own error. Runs on
-the thread of ``backward`` and ``step``. Read next: ``server_rules.py``, ``backward_passes.py``.
+A weight may be replaced as soon as its gradient is complete, since everything that used it has been
+computed. Its version number increases, so code that still needs the old values gets PyTorch's own
+error. Runs on the thread of ``backward`` and ``step``. Read next: ``server_rules.py``,
+``backward_passes.py``.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from kvstore.stores.dist.store import DistKVStore
 from pslite.errors import UsageError
 
 BUCKET_BYTES = 4 << 20
-"""Of gradients that travel in one call."""
+"""The size of the gradients that are sent in one call."""
 
 _STATES = "servers"
-"""The entry of ``state_dict`` with the states of the servers, as bytes of a file."""
+"""The entry of ``state_dict`` with the servers' states, as the bytes of a file."""
 
 
 class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -51,13 +53,13 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     schedulers change, count from the next ``backward`` on; those of rank 0 count for all.
 
     Args:
-        params: a module, or pairs of a name and a parameter, or groups
-            ``{"params": pairs, "lr": ...}``. The names are the store's keys.
-        kv: a distributed store without keys of these names and without an optimizer; None makes
-            one (``kvstore.torch.init``).
+        params: a module, or pairs of a name and a parameter, or groups ``{"params": pairs, "lr":
+            ...}``. The names are the store's keys.
+        kv: a distributed store without keys of these names and without an optimizer; None makes one
+            (``kvstore.torch.init``).
         optimizer: ``"sgd"``, ``"adam"``, ``"adamw"``, ``"adamax"``, ``"nadam"``, ``"adagrad"``,
-            ``"adadelta"`` or ``"rmsprop"`` with PyTorch's numbers and formula; another name or
-            an optimizer of ``kvstore.optimizer``.
+            ``"adadelta"`` or ``"rmsprop"`` with PyTorch's numbers and formula; another name or an
+            optimizer of ``kvstore.optimizer``.
         lr: the learning rate; None: the optimizer's own default.
         average: divide sums of gradients by the number of workers (not in ``dist_async``).
         sparse: names of embeddings whose gradients are sparse; a module's own are found.
@@ -71,7 +73,7 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         ArgumentTypeError, ArgumentValueError: an argument does not fit.
     """
 
-    #: GradScaler then calls ``step`` in any case, which refuses it.
+    #: With this, GradScaler always calls ``step``, which raises an error for it.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -115,9 +117,9 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- what PyTorch calls --------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait until the new weights are in the parameters; return what ``closure`` returns.
+        """Wait until the new weights are in the parameters; return ``closure()``.
 
-        All workers of a synchronous store call it equally often.
+        All workers of a synchronous store must call it equally often.
 
         Raises:
             UsageError: numbers of ``param_groups`` have changed since ``backward``, or a
@@ -149,15 +151,15 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that this worker still has."""
         if self._is_under_way:
-            self._pushed.wait()  # they may still be on their way
+            self._pushed.wait()  # gradients may still be in flight
         super().zero_grad(set_to_none)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let ``backward`` within add to this worker's gradients and push nothing."""
+        """In this context, let ``backward`` add to the gradients without pushing."""
         return self._passes.no_sync()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ``UsageError``: the servers get all parameters at the beginning."""
+        """Raise ``UsageError``: the servers get all parameters in the constructor."""
         if self._is_complete:
             raise UsageError(
                 "a ServerOptimizer takes all its parameters when it is made; make it with frozen "
@@ -166,9 +168,9 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of the groups and, on rank 0, the servers' states as bytes.
+        """Return the groups' numbers and, on rank 0, the servers' states as bytes.
 
-        Rank 0 alone reads the states, so the others need not call it.
+        Only rank 0 reads the states, so the others need not call it.
         """
         found: dict[str, Any] = super().state_dict()
         if self.kv.rank == 0:
@@ -179,9 +181,9 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned; all workers call it, and rank 0's states count.
+        """Load the result of ``state_dict``; all workers call it, and rank 0's is used.
 
-        Weights are not in it: load the model before the optimizer is made.
+        Weights are not in it: load the model before creating the optimizer.
         """
         found = dict(state_dict)
         states = found.pop(_STATES, None)
@@ -197,7 +199,7 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     "state_dict() returned on worker 0, which alone reads them"
                 )
             self.kv.load_optimizer_states(said)
-        self._numbers = []  # the file has an optimizer, too, and those of the groups count
+        self._numbers = []  # the file has other numbers; send those of the groups again
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copies and pickles: a store has one optimizer."""
@@ -234,13 +236,13 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._held.note()
 
     def _present(self) -> list[list[Any]]:
-        """Return the numbers that the groups have now."""
+        """Return the current numbers of the groups."""
         return [
             [_plain(group[name]) for name in self._rule.defaults] for group in self.param_groups
         ]
 
     def _made(self) -> Optimizer:
-        """Return the optimizer of the numbers that the groups have now."""
+        """Return the optimizer with the current numbers of the groups."""
         keys = iter(self._keys)
         rows = [(group, [next(keys) for _ in group["params"]]) for group in self.param_groups]
         return self._rule.make(rows, self._share)
@@ -260,7 +262,7 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
         if self._present() != self._numbers:
             self._sent = self._made()
-            # No update comes before rank 0's push of it, which comes after this call.
+            # A server updates only after rank 0's push, which comes after this call.
             if self.kv.rank == 0:
                 self.kv.set_optimizer(self._sent)
             self._numbers = self._present()
@@ -281,14 +283,14 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def _plain(number: Any) -> Any:
-    """Return a number of a group as what does not change in place."""
+    """Return a group's number as an immutable value."""
     if isinstance(number, torch.Tensor):
         return number.item()
     return tuple(number) if isinstance(number, list) else number
 
 
 def _groups_of(params: Any) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Return PyTorch's groups of parameters, and the name of each by its id."""
+    """Return PyTorch's groups of parameters, and each parameter's name by its id."""
     if isinstance(params, torch.nn.Module):
         params = params.named_parameters()
     given = list(params)
@@ -308,7 +310,7 @@ def _groups_of(params: Any) -> tuple[list[dict[str, Any]], dict[int, str]]:
                     "names are the keys of the store"
                 )
             name, weight = pair
-            if id(weight) not in names:  # weights that are tied count once
+            if id(weight) not in names:  # tied weights are one parameter
                 names[id(weight)] = name
                 mine.append(weight)
         groups.append({**group, "params": mine})

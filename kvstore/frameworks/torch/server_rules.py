@@ -1,4 +1,4 @@
-"""Optimizers of the servers under PyTorch's names, with PyTorch's numbers and formulas.
+"""The servers' optimizers under PyTorch's names, with its numbers and formulas.
 
 ``rule_for`` takes what a script writes (``"adam", lr=1e-3, betas=(0.9, 0.99)``), and
 ``ServerRule.make`` turns the numbers of ``param_groups`` into the optimizer of a store. Pure. Read
@@ -20,7 +20,7 @@ from pslite.errors import UsageError
 Numbers = Mapping[str, Any]
 
 _BY_GROUP = ("lr", "weight_decay")
-"""What may differ between groups; the other numbers are one optimizer's."""
+"""The numbers that may differ between groups; all others belong to the whole optimizer."""
 
 _MOMENTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
@@ -35,7 +35,8 @@ def _sgd(numbers: Numbers) -> Optimizer:
     return create("torchsgd", **{name: numbers[name] for name in names})
 
 
-#: PyTorch's names in small letters -> its numbers with their defaults, and how to make ours.
+#: PyTorch's names in small letters -> its numbers with their defaults, and a function that makes
+#: our optimizer.
 _RULES: dict[str, tuple[dict[str, Any], Callable[[Numbers], Optimizer]]] = {
     "sgd": (
         {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
@@ -88,17 +89,17 @@ _RULES: dict[str, tuple[dict[str, Any], Callable[[Numbers], Optimizer]]] = {
 
 
 class ServerRule(NamedTuple):
-    """How groups of parameters are updated."""
+    """An optimizer of the servers, with PyTorch's numbers."""
 
     defaults: dict[str, Any]
-    """The numbers of a group that says nothing else."""
+    """The default numbers of a group."""
     create: Callable[[Numbers], Optimizer]
-    """Makes the optimizer but for its rate and decay."""
+    """Makes the optimizer without learning rate and weight decay."""
 
     def make(self, groups: Sequence[tuple[Numbers, Sequence[Key]]], share: float) -> Optimizer:
         """Return the optimizer of all groups, each with its keys.
 
-        ``share`` is what a sum of gradients is multiplied by.
+        ``share`` is the factor for the sums of gradients.
         """
         first = groups[0][0]
         for name in self.defaults:
@@ -116,7 +117,7 @@ class ServerRule(NamedTuple):
 
 
 def rule_for(optimizer: str | Optimizer, numbers: Numbers) -> ServerRule:
-    """Return the rule of a name with PyTorch's numbers, or of an ``Optimizer`` of kvstore.
+    """Return the rule for PyTorch's name and numbers, or for a kvstore ``Optimizer``.
 
     Names that PyTorch lacks are those of ``kvstore.optimizer``, with its numbers.
 
@@ -164,7 +165,7 @@ def _for_keys(
     name: str,
     groups: Sequence[tuple[Numbers, Sequence[Key]]],
 ) -> dict[str, Any]:
-    """Return a number of all keys, or 1 and factors of the keys where groups differ."""
+    """Return one number for all keys, or 1 and a factor for each key if groups differ."""
     values = [float(numbers[name]) for numbers, _ in groups]
     if len(set(values)) == 1:
         return {number: values[0], factors: ()}

@@ -1,8 +1,8 @@
-"""``init``: a store whose workers are the ranks of a PyTorch job, however they were started.
+"""``init``: a store whose workers are the ranks of a PyTorch job.
 
-Under ``kvstore-launch`` the workers of the job; else a cluster that the ranks make for themselves
-(``cluster.py``), where they meet in the store of their process group, or at ``MASTER_ADDR``. Waits
-until all ranks have come. Read next: ``cluster.py``.
+Under ``kvstore-launch``, they are the workers of the job. Otherwise the ranks create a cluster of
+their own (``cluster.py``); they find each other through the store of their process group, or at
+``MASTER_ADDR``. It waits until all ranks have joined. Read next: ``cluster.py``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from pslite.errors import ConfigError
 
 _PREFIX = "kvstore.torch.init"
 
-# Guards the two below; a forked child has neither.
+# Guards the two variables below; a forked child must not use their values.
 _lock = threading.Lock()
 _own: tuple[int, Postoffice, Any] | None = None
-"""Process, node and meeting place of a cluster that was made here, which lives as long as this."""
+"""Process, node and PyTorch store of a cluster that was created here; it exists as long as this
+process."""
 _shared: DistKVStore | None = None
 
 
@@ -53,7 +54,7 @@ def init(kind: str = "dist_sync") -> DistKVStore:
 
 
 def store_of(kv: object) -> DistKVStore:
-    """Return ``kv``, or for None one store for all calls of this process that name none."""
+    """Return ``kv``, or for None the shared store of this process."""
     global _shared
     if kv is None:
         node = _node_of_ranks()
@@ -84,7 +85,7 @@ def _node_of_ranks() -> Postoffice:
 
 
 def _meeting_place() -> tuple[Any, int, int]:
-    """Return a store that all ranks share, this rank, and how many there are."""
+    """Return a store that all ranks share, this rank, and the number of ranks."""
     if dist.is_initialized():
         store = dist.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
         return store, dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Tensors as NumPy arrays in the same memory, and PyTorch's words for what ranks compute.
+"""Tensors as NumPy arrays in the same memory, and the names of PyTorch's operations.
 
 The only tensors here are on the CPU, and dense but for ``sparse_sum``. bfloat16 becomes NumPy's
 ``ml_dtypes.bfloat16``; other dtypes that NumPy lacks (float8) become bytes, which can be moved and
@@ -40,9 +40,9 @@ _NUMPY_HAS = frozenset(getattr(torch, name) for name in _OF_NUMPY.split() if has
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """Return a tensor's own memory as an array of the same shape and strides, to write to.
+    """Return a tensor's own memory as a writable array of the same shape and strides.
 
-    Raises ``ArgumentTypeError`` for a tensor whose values do not simply lie on the CPU.
+    Raises ``ArgumentTypeError`` for a tensor that is not a dense tensor on the CPU.
     """
     _check(tensor)
     plain = tensor.detach()
@@ -61,16 +61,16 @@ def array_of(tensor: torch.Tensor) -> Array:
 
 
 def contiguous(tensor: torch.Tensor) -> Array:
-    """Return the tensor's values to read, C-contiguous: its own memory where that is so."""
+    """Return the tensor's values to read, C-contiguous: without a copy if possible."""
     array = array_of(tensor.resolve_conj().resolve_neg())
     return array if array.flags.c_contiguous else array.copy()
 
 
 def fill(tensor: torch.Tensor, values: Array, dtype: str | None = None) -> None:
-    """Copy values into a tensor with as many elements of the same dtype; shapes may differ.
+    """Copy values into a tensor of the same size and dtype; shapes may differ.
 
-    ``dtype`` is ``bfloat16`` for values that are its bits.
-    Raises ``ArgumentValueError`` where they do not fit, for which the peers are not asked.
+    ``dtype`` is ``bfloat16`` if the values are the bits of bfloat16 numbers. Raises
+    ``ArgumentValueError`` if dtypes or sizes differ, without asking the peers.
     """
     target = array_of(tensor)
     if dtype == "bfloat16":
@@ -95,7 +95,8 @@ def check_reducible(tensor: torch.Tensor) -> None:
 
 def operation(op: Any) -> tuple[str, float | None]:
     """Return our name of a ``ReduceOp``, and the factor of PREMUL_SUM."""
-    # ReduceOp.SUM itself has a name; an object of ReduceOp, as in options, holds one and a factor.
+    # ReduceOp.SUM has a name; an object of ReduceOp, as in options, contains an operation and a
+    # factor.
     kind, factor = (op, None) if hasattr(op, "name") else op.__getstate__()
     name = kind.name
     if name not in OPERATIONS:
@@ -110,7 +111,7 @@ def operation(op: Any) -> tuple[str, float | None]:
 
 
 def rows_of(array: Array, sizes: Sequence[int], size: int) -> list[Array]:
-    """Cut an array along its first dimension: into ``sizes``, or into ``size`` equal pieces."""
+    """Cut an array along its first dimension into ``sizes``, or ``size`` equal pieces."""
     length = array.shape[0] if array.ndim else 1
     if not sizes:
         if length % size:
@@ -130,7 +131,10 @@ def rows_of(array: Array, sizes: Sequence[int], size: int) -> list[Array]:
 def sparse_sum(
     indices: Sequence[Array], values: Sequence[Array], like: torch.Tensor
 ) -> torch.Tensor:
-    """Add up sparse tensors of the shape of ``like``, in order; ``indices`` have a row for each."""
+    """Add up sparse tensors of the shape of ``like``, in order.
+
+    ``indices`` and ``values`` have an item for each tensor.
+    """
     parts = []
     for rows, row_values in zip(indices, values, strict=True):
         found = torch.empty(row_values.shape, dtype=like.dtype)

@@ -1,12 +1,12 @@
-"""``KVStoreWork``: what a collective call returns to PyTorch, and the threads behind its futures.
+"""``KVStoreWork``: the result of a collective call, and threads for its futures.
 
-torch's own class around a future says "done" for a call that failed, and takes no time-out. This
-one raises the call's error from ``wait`` and keeps time-outs. Results lie in the caller's tensors
-once the call is *finished*: on the thread that waits or, for ``get_future``, which
-DistributedDataParallel takes, on a thread of ``Completions``.
+PyTorch's own class around a future reports a failed call as done, and has no timeout. This one
+raises the call's error from ``wait`` and keeps timeouts. Results are in the caller's tensors when
+the call is *finished*: by the thread that waits, or by a thread of ``Completions`` for
+``get_future``, which DistributedDataParallel uses.
 
-Callbacks of a torch future may wait for further calls, as the hook of PowerSGD does. So each
-future is completed on a thread that has nothing else to do, never on the node's I/O thread.
+Callbacks of a PyTorch future may wait for further calls, as the hook of PowerSGD does. So each
+future is completed on a thread that has no other work, never on the node's I/O thread.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _IDLE_S = 0.5
 
 
 class Completions:
-    """Runs each task on a thread of its own; threads that are done wait a while for the next."""
+    """Runs each task on its own thread; idle threads wait a while for the next task."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the two attributes below
         self._idle = 0
         self._is_closed = False
 
     def run(self, task: Callable[[], None]) -> None:
-        """Have a thread run ``task``. From any thread; returns at once."""
+        """Run ``task`` on a thread. Any thread may call; returns at once."""
         with self._lock:
             is_new = self._idle == 0
             if not is_new:
@@ -49,7 +49,7 @@ class Completions:
             threading.Thread(target=self._loop, name=name, daemon=True).start()
 
     def close(self) -> None:
-        """End the threads that wait at once, and the others after their tasks."""
+        """End idle threads at once, and the others after their tasks."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, 0
@@ -69,7 +69,7 @@ class Completions:
             if task is None:
                 return
             task()
-            del task  # and with it the tensors
+            del task  # also frees its tensors
             with self._lock:
                 if self._is_closed:
                     return
@@ -77,15 +77,15 @@ class Completions:
 
 
 class KVStoreWork(Work):  # type: ignore[misc]
-    """One collective call under way.
+    """One collective call in flight.
 
     Args:
         node: the node that makes the call, for the lines about long waits.
         future: the call's own future.
-        finish: puts the call's value into the tensors; called once, with its result.
-        tensors: what PyTorch takes for the result.
-        limit_s: how long ``wait`` waits unless it is told.
-        completions: runs what completes the torch future.
+        finish: puts the call's result into the tensors; called once.
+        tensors: the tensors that PyTorch treats as the result.
+        limit_s: the default timeout of ``wait``.
+        completions: runs the completion of the PyTorch future.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class KVStoreWork(Work):  # type: ignore[misc]
         self._tensors = list(tensors)
         self._limit_s = limit_s
         self._completions = completions
-        self._lock = threading.RLock()  # guards what is finished once
+        self._lock = threading.RLock()  # guards the call's end, which happens once
         self._error: BaseException | None = None
         self._torch_future: Any = None
 
@@ -115,7 +115,7 @@ class KVStoreWork(Work):  # type: ignore[misc]
 
         Raises:
             DeadlineError: after ``timeout`` (default: that of the call, or of its group).
-            PSError: what the call ended with.
+            PSError: the error of the call.
         """
         given_s = 0.0 if timeout is None else timeout.total_seconds()
         self._wait(given_s if given_s > 0 else self._limit_s)
@@ -125,17 +125,17 @@ class KVStoreWork(Work):  # type: ignore[misc]
     synchronize = wait
 
     def is_completed(self) -> bool:
-        """Return whether the results are in the tensors, or there is an error; does not wait."""
+        """Return whether the call has results or an error; does not wait."""
         if self._future.done():
             self._try_to_finish()
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Return whether the call has ended well."""
+        """Return whether the call has succeeded."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error that the call ended with, if any."""
+        """Return the error of the call, if any."""
         self.is_completed()
         return self._error
 
@@ -145,17 +145,18 @@ class KVStoreWork(Work):  # type: ignore[misc]
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the rank that a receive got its message from."""
+        """Return the rank whose message was received."""
         self.wait()
         return int(getattr(self._future.result(0), "source", -1))
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a torch future of the tensors; it fails as futures made in C++ do.
+        """Return a PyTorch future of the tensors; it fails as futures made in C++ do.
 
-        ``Future.set_exception`` would store the error as a value, and DistributedDataParallel
-        would take that for tensors. What a callback raises is an error to everybody.
+        ``Future.set_exception`` would store the error as a value, and DistributedDataParallel would
+        treat that value as tensors. An error that a callback raises is an error for all users of
+        the future.
         """
         with self._lock:
             if self._torch_future is None:
@@ -169,10 +170,10 @@ class KVStoreWork(Work):  # type: ignore[misc]
     # -- inside ------------------------------------------------------------------------------
 
     def finish_in_background(self) -> None:
-        """Have the results in the tensors soon after the call, also where no thread waits."""
+        """Store the results in the tensors soon after the call, even if no thread waits."""
 
         def done(_: Future[Any]) -> None:
-            if self._torch_future is None:  # else that is completed, and finishes this
+            if self._torch_future is None:  # otherwise its completion finishes this call
                 self._completions.run(self._try_to_finish)
 
         self._future.on_done(done)
@@ -185,7 +186,7 @@ class KVStoreWork(Work):  # type: ignore[misc]
         try:
             self._finish_once()
         except Exception as error:
-            self._error = error  # those who wait raise it
+            self._error = error  # waiting threads raise it
 
     def _finish_once(self) -> None:
         with self._lock:
@@ -199,7 +200,7 @@ class KVStoreWork(Work):  # type: ignore[misc]
                 raise self._error
 
     def _wait(self, limit_s: float) -> None:
-        """Wait for the call, and say now and then what it waits for."""
+        """Wait for the call; from time to time, log what it waits for."""
         report_s = self._node.config.report_after_s
         began = time.monotonic()
         while not self._future.done():
@@ -217,4 +218,4 @@ class KVStoreWork(Work):  # type: ignore[misc]
                 waited_s = time.monotonic() - began
                 self._node.log.warn(f"still waiting after {waited_s:.0f} s: {self._future.what}")
             except Exception:
-                return  # it is raised when the call is finished
+                return  # raised when the call is finished
