@@ -64,10 +64,10 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     opt = optimizer
     rnd = random
 
-#: Modules that are where their names say.
+#: Modules whose public name is their location.
 _OWN = ("errors", "kvstore", "optimizer")
 
-#: Other public modules, by their names for users, with the place where the code is.
+#: Other public modules: public name -> the module with the code.
 _PUBLIC = {
     "base": "kvstore.stores.base",
     "callback": "kvstore.mxnet.callback",
@@ -91,7 +91,7 @@ _PUBLIC = {
     "training": "kvstore.mxnet.fit.network",
 }
 
-#: The same for single functions and classes, by their module.
+#: Public functions and classes: name -> their module.
 _MEMBERS = {
     "Context": "kvstore.arrays.context",
     "KVStore": "kvstore.stores.base",
@@ -121,7 +121,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if not TYPE_CHECKING:  # a checker that saw this would take every name, misspelt ones too
+if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
 
     def __getattr__(name):
         if name in _OWN or name in _PUBLIC:
@@ -160,7 +160,7 @@ class _PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Return the spec that the import system has just given to this finder."""
+        """Restore the module's own spec, which the import system has replaced."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 

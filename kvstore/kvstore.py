@@ -1,8 +1,8 @@
 """``create``: make a store by the name of its type.
 
-Names are matched exactly (lower-cased), from one table; the original looked for parts of
-words, so that a typing mistake gave a ``local`` store. Distributed stores are imported when
-one is asked for. No effect at import. Read next: ``stores/base.py``.
+Names must match one table exactly, in lower case; MXNet searches for parts of words, so that a
+typing mistake gives a ``local`` store. Distributed stores are imported when one is created. The
+import has no effect. Read next: ``stores/base.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STORE_TYPES: dict[str, str] = {
     "dist_async_device": "dist_device_async",
     "dist_device_async": "dist_device_async",
 }
-"""Every accepted name, with the canonical one of its behaviour."""
+"""Accepted names -> the canonical name of the same type."""
 
 
 _PLUG_INS = dict.fromkeys(("horovod", "byteps"), "kvstore.frameworks.horovod.store")
@@ -95,7 +95,7 @@ def create(name: str = "local", **options: Any) -> KVStore:
 
 
 def _serve(config: Config) -> int:
-    """Run the server or scheduler that this process is, and return the exit code."""
+    """Run this process's server or scheduler, and return the exit code."""
     from kvstore.server import serve
 
     return serve(config)

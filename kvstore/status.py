@@ -28,10 +28,10 @@ from pslite.errors import ConfigError, DeadlineError, PSError
 from pslite.wire.survey import NodeStatus, Progressed
 
 RATE_S = 1.0
-"""Traffic is measured over so long where the command asks only once."""
+"""Traffic is measured over this time if the command asks only once."""
 WATCH_S = 2.0
 LEAST_WATCH_S = 0.5
-"""The scheduler gives what is younger again."""
+"""The shortest time between two surveys: the scheduler repeats a younger one."""
 _CLEAR = "\x1b[H\x1b[2J"
 _SLOWER = 0.9
 """A worker is named as slower than the others below this share of the fastest one's rate, ..."""
@@ -158,9 +158,10 @@ def _said(error: Exception, code: int) -> int:
 
 
 def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
-    """Return whom to ask, and the key. Raises ``ConfigError``, ``DeadlineError``.
+    """Return the scheduler's address, and the configuration with the key.
 
-    Where no key is given, a job that the launcher runs here for this user is asked with its own.
+    Without a given key, the key of a job that the launcher runs here for this user is used. Raises
+    ``ConfigError``, ``DeadlineError``.
     """
     given: dict[str, Any] = {}
     if options.key_file is not None:
@@ -231,11 +232,11 @@ class Summary(NamedTuple):
     workers_up: int
     num_workers: int
     steps: int
-    """Of the worker that has come farthest."""
+    """Steps of the worker that is furthest ahead."""
     steps_per_s: float
-    """Of the slowest worker."""
+    """The rate of the slowest worker."""
     samples_per_s: float
-    """Of all workers together; 0 where the samples of a step are not given."""
+    """The rate of all workers together; 0 if the samples of a step are unknown."""
     communication: float
     """Mean of the workers' shares, 0 to 1."""
     slowest: str
@@ -243,10 +244,7 @@ class Summary(NamedTuple):
 
 
 def rates(node: NodeStatus, before: Survey | None) -> tuple[float | None, ...]:
-    """Return the bytes per second of ``_TRAFFIC`` since ``before``, or None.
-
-    It is None if unknown.
-    """
+    """Return the bytes per second of each of ``_TRAFFIC`` since ``before``, or None."""
     now, then = node.report, None
     if before is not None:
         then = next((each.report for each in before.nodes if each[:4] == node[:4]), None)
@@ -397,7 +395,7 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
 
 
 def _remarks(survey: Survey) -> list[str]:
-    """Return who is silent or lost, and what is waited for, the longest first."""
+    """Return lines about silent and lost nodes, and about waits, longest first."""
     lines = []
     for node in survey.nodes:
         where = f"{node.name} (pid {node.pid} on {node.host})"

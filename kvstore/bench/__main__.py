@@ -60,7 +60,7 @@ _PROCESSORS = Path("/proc/stat")
 _LOOK_S = 0.5
 JOBS = 3
 START_S = 1.5
-"""What starting and ending a job takes, about."""
+"""The approximate time to start and end a job."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def _costs(found: Mapping[str, Any]) -> Costs:
 
 
 def _alternatives(found: Mapping[str, Any]) -> list[Alternative]:
-    """Return what was tried within the same job."""
+    """Return the settings that were also measured within the same job."""
     if "spread" not in found:
         return []
     advice = f"set PS_CONNECTIONS={found['connections']}"
@@ -147,7 +147,7 @@ def measure(
 
 
 def _cases(store: Any) -> dict[str, Callable[[], object]]:
-    """Return what is timed, by the names that ``estimate.costs_from`` knows."""
+    """Return the exchanges to time, by their names in ``estimate.costs_from``."""
     small = [f"small{index:03d}" for index in range(LIST_KEYS)]
     sizes = {**dict.fromkeys(small, SMALL_BYTES), "middle": MIDDLE_BYTES, "large": LARGE_BYTES}
     values = {key: np.ones(nbytes // 4, np.float32) for key, nbytes in sizes.items()}
@@ -249,7 +249,7 @@ def _run_jobs(options: argparse.Namespace, model: Model | None, *, uses_shared_m
 
 
 def _load() -> dict[str, float]:
-    """Return how busy this machine is with other things, looked at for a moment."""
+    """Return this machine's other load, measured for a moment."""
     try:
         before = _PROCESSORS.read_text(encoding="ascii")
         time.sleep(_LOOK_S)
@@ -316,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model(options: argparse.Namespace) -> Model | None:
-    """Return the model that was asked for; None for none. Raises ArgumentValueError."""
+    """Return the model of the options, or None. Raises ArgumentValueError."""
     counts = (options.parameters, options.tensors)
     asked = [options.model is not None, options.shapes is not None, counts != (None, None)]
     if sum(asked) > 1:

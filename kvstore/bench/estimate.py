@@ -1,8 +1,8 @@
 """Estimate the cost of a model's exchange from measured times.
 
 Pure: times in, numbers and sentences out; it measures nothing. The cost of an exchange (push of
-all gradients and pull of all weights by one call) is taken as a sum of three parts: one for the
-call, one for each tensor, one for each megabyte. ``__main__.py`` measures what these are.
+all gradients and pull of all weights by one call) is the sum of three parts: one for the call, one
+for each tensor, one for each megabyte. ``__main__.py`` measures them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ MODELS = {
 def model_from_shapes(text: str, name: str) -> Model:
     """Return a model from lines with one shape each: ``64, 3`` or ``64x3``.
 
-    Brackets around a shape, empty lines and what follows ``#`` do not count. Raises
-    ``ArgumentValueError`` that names the line which is not a shape.
+    Brackets around a shape, empty lines and text after ``#`` are ignored. Raises
+    ``ArgumentValueError``, which names the line that is not a shape.
     """
     sizes = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -82,7 +82,7 @@ class Costs:
     """The measured times of one cluster, in milliseconds."""
 
     setup: str
-    """Which cluster, for people: ``2 workers, 1 server, shared memory``."""
+    """The cluster in words: ``2 workers, 1 server, shared memory``."""
     call_ms: float
     """One exchange of one tiny key."""
     key_ms: float
@@ -96,7 +96,7 @@ class Costs:
     barrier_ms: float
 
     def step_ms(self, model: Model) -> float:
-        """Return an exchange by one call with all keys."""
+        """Return the time of an exchange by one call with all keys."""
         return self.call_ms + self.key_ms * (model.tensors - 1) + self.mb_ms * model.megabytes
 
     def empty_step_ms(self, model: Model) -> float:
@@ -113,7 +113,7 @@ def costs_from(setup: str, times_ms: Mapping[str, float]) -> Costs:
 
     ``times_ms`` has ``small`` (one key of ``SMALL_BYTES``), ``list`` and ``loop`` (``LIST_KEYS``
     of them), ``middle``, ``large``, ``empty_middle`` and ``empty_large`` (one key of
-    ``MIDDLE_BYTES`` or ``LARGE_BYTES``), and ``barrier``. What noise would make negative is 0.
+    ``MIDDLE_BYTES`` or ``LARGE_BYTES``), and ``barrier``. Costs that noise makes negative are 0.
     """
     megabytes = (LARGE_BYTES - MIDDLE_BYTES) / 1e6
     small = times_ms["small"]
@@ -142,9 +142,9 @@ class Advice(NamedTuple):
 
 
 def advise(model: Model, costs: Costs, alternatives: Sequence[Alternative]) -> list[Advice]:
-    """Return what would shorten a step, the most helpful first.
+    """Return the changes that would shorten a step, the most helpful first.
 
-    Only what was measured, and only what saves a part of ``WORTH_TELLING`` of the step.
+    Only measured changes that save at least the part ``WORTH_TELLING`` of the step.
     """
     step_ms = costs.step_ms(model)
     wanted = [("keep gradients and weights in arrays of kv.empty()", costs.empty_step_ms(model))]
@@ -157,13 +157,13 @@ def advise(model: Model, costs: Costs, alternatives: Sequence[Alternative]) -> l
 
 
 BUSY = 0.1
-"""From this share of the processors on, what others do there changes what is measured."""
+"""Above this share of the processors, other programs affect the measurement."""
 
 
 def busy_share(before: str, after: str) -> float:
     """Return the busy share of all processors between two ``/proc/stat`` reads.
 
-    0 where nothing can be told.
+    It is 0 if it cannot be computed.
     """
     (idle_before, all_before), (idle_after, all_after) = map(_idle_and_all, (before, after))
     total = all_after - all_before
@@ -189,7 +189,7 @@ def load_text(load: float, busy: float, processors: int) -> str:
 
 
 def costs_text(costs: Costs) -> str:
-    """Return what was measured, for people."""
+    """Return the measured costs as readable text."""
     plain, empty = _ms(costs.mb_ms), _ms(costs.empty_mb_ms)
     return "\n".join(
         [
@@ -204,7 +204,7 @@ def costs_text(costs: Costs) -> str:
 
 
 def estimate_text(model: Model, costs: Costs, alternatives: Sequence[Alternative]) -> str:
-    """Return what a step of the model costs, of what, and what would help most."""
+    """Return text with the cost of a step, its parts, and the most helpful changes."""
     bytes_ms = costs.mb_ms * model.megabytes
     keys_ms = costs.key_ms * (model.tensors - 1)
     tensors = f"{model.tensors:,} tensor{'' if model.tensors == 1 else 's'}"

@@ -1,12 +1,12 @@
-"""Atomic writing of files and of JSON.
+"""Write files and JSON atomically.
 
-A ``Replacement`` is written under another name next to its place and renamed when it is on the
-disk, so a process that is killed at any moment leaves the file of before or the one of after.
-What it leaves besides, ``NAME.tmp-MACHINE-NUMBER``, is removed by the next that writes NAME. A
-process that still writes such a file is told by its lock (flock(2)), which ends with it, however
-it ends. Locks of other machines are not seen on every file system; so their files are removed
-only when, besides, they were not written for a day. Nothing here knows what the files are for;
-any thread may call, an object belongs to one. Read next: ``safetensors.py``.
+A ``Replacement`` is written under a temporary name in the same directory and renamed when it is on
+the disk, so a process that is killed at any moment leaves the old file or the new one. The next
+writer of NAME removes an abandoned temporary file, ``NAME.tmp-MACHINE-NUMBER``. A file that is
+still being written is locked (flock(2)); the lock ends with its process. Some file systems do not
+show locks of other machines, so files of other machines are only removed if they were also not
+written for a day. Any thread may call; an object belongs to one thread. Read next:
+``safetensors.py``.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def damaged(path: str | os.PathLike[str], what: str) -> CheckpointError:
 
 
 def checked_path(path: object) -> Path:
-    """Return ``path`` as a ``Path``. Raises ``ArgumentTypeError`` for other types.
+    """Check a file name and return it as a ``Path``.
 
-    And ``CheckpointError`` for text that cannot name a file.
+    Raises ``ArgumentTypeError`` for other types than str and path, and ``CheckpointError`` for text
+    that cannot name a file.
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise ArgumentTypeError(f"a file name must be a str or a pathlib.Path, got {path!r}")
@@ -69,7 +70,7 @@ def checked_path(path: object) -> Path:
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
-    """Return the file, to be read. Raises ``CheckpointError``; never waits for a pipe."""
+    """Open a regular file to read. Raises ``CheckpointError``; never waits for a pipe."""
     try:
         file = FileIO(path, "rb", opener=_open_without_waiting)
         mode = os.fstat(file.fileno()).st_mode
@@ -88,8 +89,8 @@ def _open_without_waiting(path: str, flags: int) -> int:
 class Replacement:
     """A temporary file that replaces ``path`` when committed, else is deleted.
 
-    A link is followed: what it leads to is replaced, and the link stays. Raises
-    ``CheckpointError``, also where something else than a regular file has the name.
+    If ``path`` is a symbolic link, its target is replaced, and the link stays. Raises
+    ``CheckpointError``, also if ``path`` is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,7 +114,7 @@ class Replacement:
             raise self._failed(error) from error
 
     def read(self, at: int, length: int) -> bytes:
-        """Return the bytes that were written there."""
+        """Return ``length`` bytes that were written at byte ``at``."""
         try:
             return os.pread(self._file.fileno(), length, at)
         except OSError as error:
@@ -134,7 +135,7 @@ class Replacement:
             raise self._failed(error) from error
 
     def discard(self) -> None:
-        """Remove what was not committed; idempotent."""
+        """Remove the temporary file unless it was committed; idempotent."""
         if self._is_ours:
             self._is_ours = False
             with suppress(OSError):
@@ -146,7 +147,10 @@ class Replacement:
 
 
 def _place_of(path: Path) -> Path:
-    """Return a regular file's final name. Raises ``CheckpointError``, ``OSError``."""
+    """Return the file to replace: ``path`` with links resolved.
+
+    Raises ``CheckpointError`` if it is not a regular file, and ``OSError``.
+    """
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -159,7 +163,7 @@ def _place_of(path: Path) -> Path:
 
 
 def _new_file_for(place: Path) -> tuple[Path, FileIO]:
-    """Return a new file next to ``place``, and locked."""
+    """Return a new, locked temporary file in the directory of ``place``."""
     while True:
         own = place.with_name(f"{place.name}.tmp-{machine_name()}-{secrets.token_hex(4)}")
         file = FileIO(own, "x+b")
@@ -167,7 +171,7 @@ def _new_file_for(place: Path) -> tuple[Path, FileIO]:
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
             return own, file
-        file.close()  # before it was locked, it was taken for an abandoned one
+        file.close()  # before it was locked, another process removed it as abandoned
 
 
 def _kind(mode: int) -> str:
@@ -177,13 +181,13 @@ def _kind(mode: int) -> str:
 def remove_abandoned(folder: Path, is_meant: Callable[[str], bool], now: float) -> None:
     """Remove temporary files of killed processes for these names.
 
-    ``now`` is the time in seconds as the file system has it, whose clock may be another one.
+    ``now`` is the time in seconds by the file system's clock, which may differ from this machine's.
     """
-    with suppress(OSError):  # a folder that may be written and not read
+    with suppress(OSError):  # the folder may be writable but not readable
         for each in os.scandir(folder):
             found = _OWN_NAME.fullmatch(each.name)
             if found is not None and is_meant(found[1]):
-                with suppress(OSError):  # it is gone meanwhile, or belongs to somebody else
+                with suppress(OSError):  # it was removed meanwhile, or belongs to another user
                     _remove_if_abandoned(each.path, found[2], now)
 
 
@@ -194,7 +198,7 @@ def _remove_if_abandoned(path: str, machine: str, now: float) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            return  # somebody writes it
+            return  # another process is writing it
         except OSError:
             is_sure = False  # a file system without locks
         if is_sure or now - os.fstat(file).st_mtime > ABANDONED_AFTER_S:
@@ -204,7 +208,7 @@ def _remove_if_abandoned(path: str, machine: str, now: float) -> None:
 
 
 def machine_name() -> str:
-    """Return eight digits that name the running kernel, in any container."""
+    """Return eight digits that identify the running kernel, also in containers."""
     kernel = machine_id().partition("/")[0]
     return hashlib.blake2b(kernel.encode(), digest_size=4).hexdigest()
 
@@ -212,7 +216,7 @@ def machine_name() -> str:
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Replace the file ``path`` by ``value`` as JSON, atomically.
 
-    Raises ``CheckpointError`` when it is not JSON (NaN is not) or cannot be written.
+    Raises ``CheckpointError`` if the value cannot be JSON (such as NaN) or cannot be written.
     """
     try:
         text = json.dumps(value, indent=1, allow_nan=False) + "\n"
@@ -222,7 +226,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Put ``data`` into the file ``path``, in place of any that was there, at once.
+    """Replace the file ``path`` by ``data``, atomically.
 
     Raises ``CheckpointError``.
     """
@@ -235,7 +239,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Return all of the file. Raises ``CheckpointError``."""
+    """Return the contents of a file. Raises ``CheckpointError``."""
     with open_regular(checked_path(path)) as file:
         return file.readall()
 
@@ -243,10 +247,8 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Return the value in a JSON file of at most ``max_bytes``.
 
-    The caller checks its form.
-
-    Raises ``CheckpointError`` when it cannot be read, is too long, or is not JSON. Doubled
-    names and NaN are errors too.
+    The caller checks the value's form. Raises ``CheckpointError`` if the file cannot be read, is
+    too long, or is not JSON. Repeated names and NaN are errors too.
     """
     try:
         with open_regular(path) as file:
@@ -261,9 +263,9 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> 
 def load_json(
     path: Path, data: bytes, made_of: Callable[[dict[str, Any]], Any] = lambda found: found
 ) -> Any:
-    """Return the value that this JSON of the file ``path`` means; see ``read_json``.
+    """Parse JSON from the file ``path``; see ``read_json``.
 
-    ``made_of`` is asked for each object what to put in its place, the inner ones first.
+    Each object is replaced by the result of ``made_of``, inner objects first.
     """
 
     def without_doubles(pairs: list[tuple[str, Any]]) -> Any:

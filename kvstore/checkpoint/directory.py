@@ -1,17 +1,17 @@
 """Checkpoint directories: all values and optimizer states of a store.
 
-``values-NAME.safetensors`` has an array ``KEY`` for each key, of a row-sparse one the rows that
-are there; ``states-NAME.safetensors`` is a states file (``optimizer_states.py``);
-``manifest.json`` names
-both, with their sizes and the digests of their headers, which have the checksums of all values
-(version 1 had no digests). It is written last, by rename. Each save writes files of new names and
-removes the old ones after the manifest, so a save that is interrupted leaves the checkpoint before
-it as it was, and a reader beside it finds the one or the other.
+``values-NAME.safetensors`` has an array ``KEY`` for each key, with the stored rows if it is
+row-sparse. ``states-NAME.safetensors`` is a states file (``optimizer_states.py``).
+``manifest.json`` has the names and sizes of both, and the digests of their headers, which include
+the checksums of all values (version 1 had no digests). It is written last, by rename. Each save
+writes files with new names and removes the old ones after it has written the manifest, so an
+interrupted save leaves the earlier checkpoint unchanged, and a concurrent reader finds one or the
+other.
 
-One save at a time writes into a directory: it holds the file ``.saving``, which is locked
-(flock(2)) and lists the files that may have to be removed. A save that is killed leaves it, and
-the next one does what is listed. No other file is ever removed, whatever its name. Blocking file
-I/O, on the caller's thread. Read next: ``optimizer_states.py``.
+Only one save at a time writes into a directory: it has the file ``.saving``, which is locked
+(flock(2)) and lists the files that may have to be removed. A killed save leaves this file, and the
+next save removes the listed files. No other file is ever removed. Blocking file I/O, on the
+caller's thread. Read next: ``optimizer_states.py``.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ CLAIM = ".saving"
 _FORMAT = "kvstore checkpoint"
 _VERSION = 2
 _WITHOUT_DIGESTS = 1
-"""A version that is read as well."""
+"""The earlier version, which can be read, too."""
 _MAX_MANIFEST_BYTES = 1 << 20
 _KINDS = ("values", "states")
 _OWN_NAME = re.compile(r"(values|states)-[0-9a-f]{8}\.safetensors")
 _MOST_RETRIES = 1000
-"""A reader starts again when another checkpoint came meanwhile; each time is some milliseconds."""
+"""A reader restarts if a new checkpoint was saved meanwhile; each try takes some milliseconds."""
 
 
 # -- writing ------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def write_checkpoint(
     optimizer: Optimizer | None,
     pieces: Iterable[SavedPiece],
 ) -> None:
-    """Write a checkpoint into ``directory``, which is made if it is not there.
+    """Write a checkpoint into ``directory``, which is created if it does not exist.
 
     Raises ``CheckpointError``, also while another save writes there.
     """
@@ -120,10 +120,10 @@ def write_checkpoint(
 
 @contextmanager
 def _claimed(directory: Path, files: Iterable[str]) -> Iterator[None]:
-    """Be the only save in the directory, which makes these ``files``.
+    """Claim the directory for one save, which writes these ``files``.
 
-    At the end, good or bad, those of them and of the checkpoint before are removed that the
-    manifest does not name.
+    At the end, even after an error, those of these files and of the earlier checkpoint's are
+    removed that are not in the manifest.
     """
     path = directory / CLAIM
     with ExitStack() as stack:
@@ -152,9 +152,9 @@ def _claimed(directory: Path, files: Iterable[str]) -> Iterator[None]:
 
 
 def _claim(path: Path) -> tuple[FileIO, bool]:
-    """Return the opened file, and whether it is locked. Raises ``OSError``.
+    """Open and lock the claim file; return it, and whether it could be locked.
 
-    Raises ``CheckpointError`` where another save has it.
+    Raises ``CheckpointError`` if another save has it, and ``OSError``.
     """
     while True:
         file = FileIO(path, "r+b", opener=_open_claim)
@@ -168,7 +168,7 @@ def _claim(path: Path) -> tuple[FileIO, bool]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 return file, True
-        file.close()  # the save before removed it, before it was locked here
+        file.close()  # the earlier save removed it before it was locked here
 
 
 def _time_of(file: FileIO) -> float:
@@ -190,7 +190,7 @@ def _taken(path: Path, holder: dict[str, Any]) -> CheckpointError:
 
 
 def _holder(content: bytes | None) -> dict[str, Any]:
-    """Return the text of a claim; empty while it is being written."""
+    """Return the contents of a claim; empty while it is being written."""
     try:
         holder = json.loads(content or b"{}")
     except (ValueError, RecursionError):
@@ -204,7 +204,7 @@ def _files_in(holder: dict[str, Any]) -> list[str]:
 
 
 def _sweep(directory: Path, names: Iterable[str]) -> bool:
-    """Remove such files except those in the manifest; return if it was done."""
+    """Remove files that the manifest does not name; return False if it is damaged."""
     named = _named_by_manifest(directory)
     if named is None:
         return False
@@ -238,7 +238,7 @@ class CheckpointReader(SavedStates):
             try:
                 self._open(_files_of(directory, manifest), manifest.digests)
             except CheckpointError:
-                # Another save may have put its files in the place of these.
+                # Another save may have replaced the files meanwhile.
                 last, manifest = manifest, _read_manifest(directory)
                 if manifest == last:
                     raise
@@ -274,7 +274,7 @@ class CheckpointReader(SavedStates):
             stack.pop_all()
 
     def _take_whole_shapes(self) -> None:
-        """Let ``specs`` speak of all rows, where the file has some."""
+        """Replace the shapes of stored rows in ``specs`` by the shapes of whole keys."""
         for key, spec in self.specs.items():
             shape = self.row_shapes.get(str(key))
             if shape is None:
@@ -288,7 +288,7 @@ class CheckpointReader(SavedStates):
             self.specs[key] = whole
 
     def check(self, contents: Mapping[Key, Content], optimizer: Optimizer | None) -> None:
-        """Check that the values of these keys are in it, with their shapes and dtypes."""
+        """Check that the checkpoint has these keys' values and states, undamaged."""
         for key, content in contents.items():
             spec = content.spec
             found = self.specs.get(key)
@@ -316,10 +316,10 @@ class _Manifest(NamedTuple):
     """The contents of a manifest: names, sizes and digests of the two files."""
 
     files: dict[str, str]
-    """Their names; they lie beside it."""
+    """The names of the files, which are in the manifest's directory."""
     sizes: dict[str, Any]
     digests: dict[str, Any] | None
-    """None for a version without any."""
+    """The digests of the files; None in version 1."""
 
 
 def _read_manifest(directory: Path) -> _Manifest:

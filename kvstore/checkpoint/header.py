@@ -1,8 +1,8 @@
 """The header of a tensor file (safetensors format): each array's position.
 
-Pure: bytes in, checked values out, and the other way round. No file is touched here, and
-nothing that a header says is believed before it was checked: sizes are known to fit the file
-before anybody allocates by them. Any thread may call. Read next: ``safetensors.py``.
+Pure: it converts bytes to checked values, and values to bytes. It does not access files. All of a
+header is checked before use: sizes must fit the file before memory is allocated for them. Any
+thread may call. Read next: ``safetensors.py``.
 
 The format, as https://huggingface.co/docs/safetensors describes it: the length of the header
 (8 bytes, little-endian), the header (JSON in UTF-8, at most 100 MB, which may end in spaces),
@@ -11,11 +11,11 @@ then the values, little-endian and in C order, without holes between one array a
     {"__metadata__": {"key": "text"},
      "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
-Offsets count from the end of the header. Complex arrays have no dtype there that all readers
-know; they are stored as pairs of real numbers (one more dimension, of 2), and the metadata
-``kvstore.complex`` lists their names as JSON. ``kvstore.crc32`` is a checksum of the header,
-``kvstore.checksums`` has those of the values (``checksums.py``). Files that other programs, or
-earlier versions, have written lack the one or both.
+Offsets count from the end of the header. The format has no dtype for complex arrays that all
+readers know, so they are stored as pairs of real numbers (one more dimension, of size 2), and the
+metadata ``kvstore.complex`` lists their names as JSON. ``kvstore.crc32`` is a checksum of the
+header, ``kvstore.checksums`` has those of the values (``checksums.py``). Files of other programs or
+earlier versions may lack one or both.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _COMPLEX = {real: whole for whole, real in _PAIRS.items()}
 
 
 class TensorSpec(NamedTuple):
-    """The shape and native dtype of an array, as ``kvstore.base.KeySpec`` has."""
+    """The shape and native dtype of an array, like ``kvstore.base.KeySpec``."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -90,7 +90,7 @@ class TensorEntry(NamedTuple):
 class Layout:
     """The positions of the arrays in a new file, and the bytes before the values.
 
-    Raises ``CheckpointError`` for what the format cannot hold.
+    Raises ``CheckpointError`` for arrays that the format cannot store.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Layout:
             raise CheckpointError(f"{path}: {len(specs)} arrays need a header of over 100 MB")
 
     def header(self, read: Callable[[int, int], bytes]) -> bytes:
-        """Return the bytes before the values; ``read`` returns written values."""
+        """Return the bytes before the values; ``read`` returns values that were written."""
         checksums = self.sums.text(read)
         texts = {**self._texts, CHECKSUMS_KEY: checksums}
         return self._header(checksums, _checksum(self.entries, texts))
@@ -174,7 +174,7 @@ def _compact(texts: Mapping[str, str]) -> bytes:
 
 
 def _arrays_text(entries: Mapping[str, TensorEntry]) -> bytes:
-    """Return the header's text about the arrays, behind its first member."""
+    """Return the header's text about the arrays, which follows the metadata."""
     said = cache(_said)
     lines = []
     for name, (spec, begin, end, _) in entries.items():
@@ -187,7 +187,7 @@ def _arrays_text(entries: Mapping[str, TensorEntry]) -> bytes:
 
 
 def _said(spec: TensorSpec) -> tuple[str | None, list[str]]:
-    """Return dtype and shape as a header has them: complex numbers are pairs."""
+    """Return a header's texts for dtype and shape; complex numbers are pairs."""
     shape = list(map(str, spec.shape))
     real = _PAIRS.get(spec.dtype)
     return (_tag_of(spec.dtype), shape) if real is None else (_tag_of(real), [*shape, "2"])
@@ -199,7 +199,7 @@ class Parsed(NamedTuple):
     entries: dict[str, TensorEntry]
     metadata: dict[str, str]
     sums: KnownSums | None
-    """None where the file has no checksums."""
+    """The checksums of the values; None if the file has none."""
 
 
 def parse(path: Path, header: bytes, data_bytes: int) -> Parsed:
@@ -218,7 +218,7 @@ def parse(path: Path, header: bytes, data_bytes: int) -> Parsed:
         except _NO_ARRAY:
             return found
 
-    # Arrays at once: as they stand in JSON, 100,000 of them are half a million objects.
+    # Entries are made during parsing: as JSON, 100,000 arrays would be half a million objects.
     parsed = load_json(path, text, entry_of)
     if type(parsed) is not dict:
         raise CheckpointError(
@@ -278,13 +278,12 @@ def _checked_entry(path: Path, name: str, value: Any) -> TensorEntry:
 def _parse_entry(value: Any, known: dict[tuple[str, str], tuple[TensorSpec, int]]) -> TensorEntry:
     """Parse one array of a header; check that its shape and offsets fit.
 
-    ``known`` has the specs of the arrays before it by dtype and shape, which are few, with the
-    numbers of their elements. Raises some of ``_NO_ARRAY``.
+    ``known`` caches specs and numbers of elements by dtype and shape. Raises one of ``_NO_ARRAY``.
     """
     if value.keys() != _MEMBERS:
         raise ValueError(f"unexpected fields {', '.join(value)}")
     begin, end = map(_natural, value["data_offsets"])
-    # As text, for 3.0 and True equal whole numbers.
+    # As text, since 3.0 and True are equal to integers.
     kind = value["dtype"], repr(value["shape"])
     found = known.get(kind)
     if found is None:
@@ -325,9 +324,9 @@ def _joined(path: Path, name: str, pairs: TensorEntry | None) -> TensorEntry:
 
 
 def _checksum(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> str:
-    """Return the checksum of a header's contents, whatever their order and spaces.
+    """Return the checksum of a header's contents, for any order and spaces in it.
 
-    What is summed is JSON with sorted names and a space behind each comma and colon.
+    It is computed from JSON with sorted names and a space after each comma and colon.
     """
     said = cache(_said)
     lines = []

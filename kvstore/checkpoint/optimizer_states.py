@@ -1,13 +1,13 @@
 """Save and load a store's optimizer states.
 
-A store passes through here in pieces (a key, or a part of one), so it can be larger than the
-memory. A states file is a file of named arrays (``safetensors.py``): ``STATE/KEY`` for each state
-of each key, and ``count/KEY`` with a row (first element, updates) for each piece. Of a row-sparse
-key it has the rows that exist, sorted by id, with their ids (``row-ids/KEY``, which no state can be
-called), and in a line of its metadata the key's shape. Another line holds the dtypes of the keys,
-because the arrays do not tell a float16 key from a bfloat16 one; older files lack the line, and
-there only what the arrays tell is checked. Everything read is checked, and nothing is pickled. File
-I/O blocks the caller's thread. Read next: ``directory.py``, which adds the values.
+A store is saved and loaded in pieces (a key, or a part of a key), so it can be larger than the
+memory. A states file has named arrays (``safetensors.py``): ``STATE/KEY`` for each state of each
+key, and ``count/KEY`` with a row (first element, updates) for each piece. For a row-sparse key it
+has the stored rows, sorted by id, their ids (``row-ids/KEY``, which cannot be the name of a state),
+and the key's shape in an entry of the metadata. Another entry has the dtypes of the keys, because
+the arrays are the same for float16 and bfloat16 keys; older files lack it, and then only the arrays
+are checked. Everything read is checked, and nothing is pickled. File I/O blocks the caller's
+thread. Read next: ``directory.py``, which adds the values.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHAPES = "row_sparse"
 
 
 def stored_spec(spec: KeySpec, num_rows: int) -> KeySpec:
-    """Return shape and dtype of the rows of a key."""
+    """Return the spec of an array with ``num_rows`` rows of a key."""
     return KeySpec((num_rows, *spec.shape[1:]), spec.dtype)
 
 
@@ -58,11 +58,11 @@ class Content(NamedTuple):
     spec: KeySpec
     num_pieces: int
     rows: Ids | None = None
-    """Of a row-sparse key: the sorted ids of the rows that are there. Its pieces have these."""
+    """The sorted ids of a row-sparse key's stored rows, which its pieces have; None if dense."""
 
     @property
     def stored(self) -> KeySpec:
-        """Shape and dtype of what is written."""
+        """The shape and dtype of the written array."""
         return self.spec if self.rows is None else stored_spec(self.spec, len(self.rows))
 
 
@@ -72,12 +72,12 @@ class SavedPiece(NamedTuple):
     key: Key
     start: int
     values: Flat | None
-    """None where only the states are meant."""
+    """The values; None in a file of states only."""
     states: list[Flat]
-    """Flat, of the same elements, in the order of ``optimizer.states.state_names``. Read from a
-    file that has no masters, they end before the master."""
+    """Flat arrays for the same elements, in the order of ``optimizer.states.state_names``; without
+    the master weights, if the file that was read lacks them."""
     num_updates: int
-    """How many so far."""
+    """The number of updates so far."""
 
 
 def _state_dtypes_of(
@@ -92,7 +92,7 @@ def _state_dtypes_of(
 
 
 class StatesWriter:
-    """Puts pieces into one states file, in a ``with`` block of ``file``."""
+    """Writes pieces to one states file, in a ``with`` block of ``file``."""
 
     def __init__(
         self, path: Path, contents: Mapping[Key, Content], optimizer: Optimizer | None, dump: bool
@@ -112,7 +112,7 @@ class StatesWriter:
             metadata[_SHAPES] = json.dumps({str(key): contents[key].spec.shape for key in rows})
         arrays: dict[str, KeySpec] = {}
         dtypes_of = _state_dtypes_of(contents, optimizer)
-        # In the order in which they are written, as far as it is known.
+        # In the order in which they will be written, as far as that is known.
         for key, content in contents.items():
             of_states = dtypes_of[content.spec.dtype]
             for name, dtype in zip(self._names[key], of_states, strict=True):
@@ -182,8 +182,8 @@ def key_type_of(keys: Iterable[Key]) -> str:
 class SavedStates(AbstractContextManager["SavedStates"]):
     """A states file that is open for reading. Raises ``CheckpointError``.
 
-    Without ``takes_rows``, also for a file with states of row-sparse keys. ``specs`` are shape and
-    dtype of each key whose values can be read, too: none here.
+    It also raises for states of row-sparse keys, unless ``takes_rows``. ``specs`` has the shape and
+    dtype of each key whose values can be read, too: in a states file of none.
     """
 
     def __init__(self, path: FilePath, *, takes_rows: bool = False) -> None:
@@ -192,7 +192,7 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         self._file = TensorReader(path)
         try:
             self.optimizer: Optimizer | None = self._read("optimizer", "optimizer", _optimizer_of)
-            """The optimizer itself, where the file holds it."""
+            """The optimizer, if the file includes it."""
             self._dtypes: dict[str, str] = self._read(_DTYPES, "dtypes of keys", _dtypes_of)
             self.row_shapes: dict[str, tuple[int, ...]] = self._read(
                 _SHAPES, "shapes of row-sparse keys", _shapes_of
@@ -206,20 +206,20 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             self._file.close()
             raise
         self.optimizer_name = self._file.metadata.get("optimizer_name", "")
-        """The registered name of the optimizer whose states these are; "" for none."""
+        """The registered name of the optimizer that made the states; "" for none."""
         self._counts: tuple[Key, list[list[int]]] | None = None
 
     def _read(self, name: str, what: str, made_of: Callable[[Any], Any]) -> Any:
-        """Return ``made_of`` of the JSON in the metadata's line ``name``, or of None."""
+        """Parse the metadata's JSON entry ``name`` and apply ``made_of`` to it (or None)."""
         try:
             return made_of(json.loads(self._file.metadata.get(name, "null")))
         except (PSError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise CheckpointError(f"cannot load the {what} from {self.path}: {error}") from error
 
     def check(self, contents: Mapping[Key, Content], optimizer: Optimizer | None) -> None:
-        """Check that the states are undamaged and those of ``optimizer`` for all keys.
+        """Check that the states are undamaged and fit ``optimizer`` and all keys.
 
-        All of them are read for that, so that a store is not changed by half.
+        It reads all of them, so that a later error cannot leave a store half changed.
         """
         self._check_fit(contents, optimizer)
         self._file.verify()
@@ -243,7 +243,7 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             has_saved_master = len(names) > len(optimizer.state_names())
             self._check_dtype(key, content.spec.dtype, has_saved_master=has_saved_master)
             spec = self._stored_spec(key, content)
-            # The last dtype may be that of a master which the file lacks.
+            # The last dtype may be of master weights that the file lacks.
             dtypes = dtypes_of[content.spec.dtype]
             for name, dtype in zip(names, dtypes, strict=False):
                 self._check_array(f"{name}/{key}", KeySpec(spec.shape, dtype))
@@ -254,11 +254,11 @@ class SavedStates(AbstractContextManager["SavedStates"]):
 
     @property
     def digest(self) -> str:
-        """Differs for files that differ."""
+        """A digest of the contents, which differs for different files."""
         return self._file.digest
 
     def rows_of(self, key: Key) -> Ids:
-        """Return the rows of a row-sparse key, sorted and in range.
+        """Return the ids of a row-sparse key's stored rows, sorted and in range.
 
         Raises ``CheckpointError``.
         """
@@ -271,7 +271,7 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         raise CheckpointError(f"{name} in {self.path} must be sorted ids below {num_rows}")
 
     def check_kind(self, key: Key, content: Content) -> None:
-        """Check that a key is of the same kind in the file and the store."""
+        """Check that a key is dense or row-sparse in both the file and the store."""
         shape = self.row_shapes.get(str(key))
         if (content.rows is None) != (shape is None):
             kinds = ("dense", "row-sparse") if shape is None else ("row-sparse", "dense")
@@ -316,7 +316,7 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             )
 
     def missing(self, keys: Container[Key]) -> dict[Key, HostValue]:
-        """Return zeros for the keys whose values it has and that are not among ``keys``."""
+        """Return zeros for the keys that the file has values of and ``keys`` lacks."""
         return {
             key: (RowSparseArray.zeros if str(key) in self.row_shapes else np.zeros)(*spec)
             for key, spec in self.specs.items()
@@ -328,18 +328,18 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         names = self._names_of(key, optimizer)
         states = [self._file.read(f"{name}/{key}", start, stop) for name in names]
         counts = self._counts_of(key)
-        # Pieces cut as they were have their own count; else that of the first element.
+        # Each saved piece has its own count; a piece with other borders gets its first element's.
         reached = bisect.bisect_right(counts, start, key=itemgetter(0))
         return SavedPiece(key, start, None, states, counts[reached - 1][1] if reached else 0)
 
     def _names_of(self, key: Key, optimizer: Optimizer | None) -> tuple[str, ...]:
-        """Return the states of a key that are wanted: with the master if there is one."""
+        """Return the names of a key's states to read, with master weights if it has them."""
         names = () if optimizer is None else optimizer.state_names()
         has_master = optimizer is not None and f"{MASTER}/{key}" in self._file
         return (*names, MASTER) if has_master and MASTER not in names else names
 
     def _counts_of(self, key: Key) -> list[list[int]]:
-        """Return a key's rows (first element, updates), sorted; kept for its next piece."""
+        """Return a key's rows (first element, updates), sorted; cache them."""
         if self._counts is None or self._counts[0] != key:
             rows: list[list[int]] = self._file.read(f"count/{key}").reshape(-1, 2).tolist()
             self._counts = key, rows if len(rows) == 1 else sorted(rows)
@@ -380,4 +380,4 @@ def _shapes_of(data: Any) -> dict[str, tuple[int, ...]]:
 
 @cache
 def _name(dtype: np.dtype[Any]) -> str:
-    return str(dtype.name)  # NumPy works it out again each time, in some microseconds
+    return str(dtype.name)  # cached, since NumPy takes some microseconds to compute it

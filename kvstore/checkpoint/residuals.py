@@ -1,9 +1,9 @@
 """Save and load compression residuals (error feedback).
 
-Each worker has residuals of its own, so each writes a file of its own, with one array for each
-key and device. A job that resumes from saved states adds what is in it to its next pushes; without
-the file (another number of workers, another machine) it starts without residuals, which costs one
-round of what a codec leaves out. Blocking file I/O, on the caller's thread. Read next:
+Each worker has its own residuals and writes them to its own file, with one array for each key and
+device. A job that resumes from saved states adds them to its next pushes. Without the file (another
+number of workers, another machine) it starts without residuals and loses the part of one round that
+the codec left out. Blocking file I/O, on the caller's thread. Read next:
 ``compression/residuals.py``.
 """
 
@@ -44,15 +44,15 @@ class StoreCoding(ABC):
         self.compression = compression
         self.num_workers = num_workers
         self.residuals = Residuals()
-        # Guards the residuals and what is in them: two threads may push one key.
+        # Guards the residuals and their arrays: two threads may push the same key.
         self.lock = threading.Lock()
 
     @abstractmethod
     def specs(self) -> Mapping[Key, KeySpec]:
-        """Return the present keys."""
+        """Return the current keys with their specs."""
 
     def metadata(self, key_type: str) -> dict[str, str]:
-        """Return what has to be the same where the residuals are taken in again."""
+        """Return the settings that must be the same when the residuals are loaded."""
         return {
             "key_type": key_type,
             "compression": json.dumps(self.compression.plain()),
@@ -60,7 +60,7 @@ class StoreCoding(ABC):
         }
 
     def restore_residuals(self, saved: Iterable[Residual]) -> None:
-        """Take in those that fit the present keys, in size and dtype, and drop all others."""
+        """Load the residuals that fit the current keys in size and dtype; drop all others."""
         wanted = {
             key: (spec.num_elements, accumulation_dtype(spec.dtype))
             for key, spec in self.specs().items()
@@ -74,7 +74,7 @@ class StoreCoding(ABC):
 
 
 def save_residuals(coding: StoreCoding | None, path: Path) -> None:
-    """Write the residuals; where there are none, remove the file of an earlier save.
+    """Write the residuals; without any, remove the file of an earlier save.
 
     Raises ``CheckpointError``.
     """
@@ -106,7 +106,7 @@ def remove_beyond(path_of: Callable[[int], Path], num_workers: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file of residuals; any other that has its name stays."""
+    """Remove a file if it is a file of residuals."""
     if not path.exists():
         return
     try:
@@ -124,8 +124,8 @@ def _remove(path: Path) -> None:
 def read_residuals(coding: StoreCoding | None, path: Path) -> Callable[[], None]:
     """Read and check the file; return a function that loads it into the store.
 
-    So that nothing has changed when the file is damaged. Without compression the file is not read.
-    Raises ``CheckpointError``.
+    So a damaged file changes nothing. Without compression the file is not read. Raises
+    ``CheckpointError``.
     """
     if coding is None:
         return lambda: None

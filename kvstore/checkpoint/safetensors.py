@@ -1,12 +1,11 @@
 """Read and write files of named arrays (safetensors format), piece by piece.
 
-A file holds nothing that can be run, and nothing of it is believed before it was checked. A
-writer fills a file of another name next to its place and renames it when it is complete and on
-the disk, so a reader finds the old file, the new one or none, never half of one. What is read is
-compared with checksums that were taken when it was written (``checksums.py``). Neither reader nor
-writer keeps more than the piece at hand and some blocks of 256 KiB, so files may be larger than
-the memory. An object belongs to one thread at a time. Read next: ``header.py``, which has
-the format.
+A file contains no code, and all of it is checked before use. A writer fills a temporary file in the
+same directory and renames it when it is complete and on the disk, so a reader finds the old file,
+the new one or none, never an incomplete one. Data is compared with the checksums that were computed
+when it was written (``checksums.py``). Readers and writers keep only the current piece and some
+blocks of 256 KiB in memory, so files may be larger than the memory. An object belongs to one thread
+at a time. Read next: ``header.py``, which has the format.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from kvstore.errors import CheckpointError
 __all__ = ["TensorReader", "TensorSpec", "TensorWriter"]
 
 _STEP_BYTES = 1 << 19
-"""So much is written and then summed while it is in the processor's cache."""
+"""This much is written at a time, then summed while it is in the processor's cache."""
 
 _MOST_RECENT = 8
-"""As many arrays as may be read in turn, piece by piece: states and values of a key."""
+"""The number of arrays that may be read in turn, piece by piece: states and values of a key."""
 
 
 class TensorWriter(AbstractContextManager["TensorWriter"]):
@@ -58,10 +57,10 @@ class TensorWriter(AbstractContextManager["TensorWriter"]):
             out.write("w", 0, first_half)
             out.write("w", 3, second_half)
 
-    The block's good end puts the whole file in place of what had the name; an exception, or a
-    piece that is missing, leaves that untouched and removes what was written. ``specs`` are
-    pairs of shape and dtype: bool, integers up to 64 bits, float16, float32, float64, bfloat16,
-    complex64 and complex128. Raises ``CheckpointError``, which names the file.
+    At the end of the block the new file replaces the old one. After an exception, or if a piece is
+    missing, the old file stays and the new one is removed. ``specs`` are pairs of shape and dtype:
+    bool, integers up to 64 bits, float16, float32, float64, bfloat16, complex64 and complex128.
+    Raises ``CheckpointError``, which names the file.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class TensorWriter(AbstractContextManager["TensorWriter"]):
         self._entries, self._data_at = self._layout.entries, self._layout.data_at
         self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in specs}
         self.digest = ""
-        """Once the file is written: names what is in it, as that of a reader does."""
+        """A digest of the contents, as in ``TensorReader``; set when the file is complete."""
         self._file = Replacement(self._path)
 
     def write(self, name: str, start_element: int, array: NDArray[Any]) -> None:
@@ -130,18 +129,18 @@ class TensorWriter(AbstractContextManager["TensorWriter"]):
 
 
 class TensorReader(AbstractContextManager["TensorReader"]):
-    """Reads a file of named arrays; its header is checked when the object is made.
+    """Reads a file of named arrays; checks its header when the object is made.
 
     ``names`` are in the file's order, ``metadata`` is a dictionary of texts; ``digest`` differs
     for files that differ. The file stays open until ``close`` or the end of the ``with`` block.
-    Raises ``CheckpointError``, which names the file and what is wrong with it: values that are
-    not those that were written, too. Of files that have no checksums (of other programs, and of
-    earlier versions) only the header and the sizes are checked.
+    Raises ``CheckpointError``, which names the file and the problem, such as damaged values. In
+    files without checksums (of other programs and earlier versions) only the header and the sizes
+    are checked.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = checked_path(path)
-        #: The last blocks of which a part was asked for, the latest at the end.
+        #: The last blocks that were partly read, the latest at the end.
         self._recent: dict[int, memoryview] = {}
         self._file = open_regular(self._path)
         try:
@@ -152,7 +151,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, a new tuple at each call; ``name in reader`` looks one up."""
+        """The names of all arrays, in a new tuple; ``name in reader`` looks up one."""
         return tuple(self._entries)
 
     def __contains__(self, name: object) -> bool:
@@ -183,7 +182,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return self.read(name).reshape(self.spec(name).shape)
 
     def verify(self) -> None:
-        """Compare all values with their checksums; nothing is known of a file without any."""
+        """Compare all values with their checksums, if the file has any."""
         sums = self._sums
         if sums is None or not len(sums):
             return
@@ -224,7 +223,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         return parse(self._path, bytes(header), file_bytes - data_at), data_at
 
     def _values_at(self, at: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a new array of this many elements, from byte ``at`` of the values on."""
+        """Return a new array of the ``count`` elements from byte ``at`` of the values."""
         sums = self._sums
         if sums is not None and count:
             block, start = divmod(at, sums.block_bytes)
@@ -251,7 +250,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             at, buffer = at + len(part), buffer[len(part) :]
 
     def _recent_block(self, sums: KnownSums, block: int) -> memoryview:
-        """Return a whole block, kept: the next pieces are likely to begin in it."""
+        """Return a whole block and cache it, since the next pieces often begin in it."""
         found = self._recent.pop(block, None)
         if found is None:
             found = memoryview(bytearray(sums.length(block)))
@@ -281,7 +280,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
 
 
 def _digest(header: bytes | bytearray) -> str:
-    """Return a digest of the contents, from the header's checksums of all values."""
+    """Return a digest of a header, which includes the checksums of all values."""
     return hashlib.blake2b(header, digest_size=16).hexdigest()
 
 

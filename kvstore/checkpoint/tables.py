@@ -3,13 +3,12 @@
 Rows are sorted by id, so a file does not depend on the number of shares that wrote it, and any
 number of shares can load it. The arrays: ``ids`` (int64), ``values`` (a row for each), ``touched``
 (int64, their stamps) and ``states/NAME``; a delta also has ``kept`` and ``kept_touched``, for the
-rows that still exist and have not changed. One line of metadata, ``table``, is JSON with the fields
-of ``_HEADER`` and the ``lineage``, which tells whether a delta continues what a table has loaded.
-
-A file is checked in full before a table changes; only a disk that fails in the middle leaves the
-table empty. Files are written and read in blocks; of all rows at once only ids, times and marks are
-there, 25 bytes each. The rows are in this process (``ShareRows``) or on servers
-(``stores/dist/table_rows.py``). A share's owner lets one thread in at a time. Read next:
+rows that still exist and have not changed. One entry of the metadata, ``table``, is JSON with the
+fields of ``_HEADER`` and the ``lineage``, which shows whether a delta continues the file that a
+table has loaded. A file is checked in full before a table changes; only a disk error during the
+load leaves the table empty. Files are written and read in blocks; only ids, times and marks are in
+memory for all rows at once, 25 bytes each. The rows are in this process (``ShareRows``) or on
+servers (``stores/dist/table_rows.py``). A share's owner allows one thread at a time. Read next:
 ``safetensors.py``.
 """
 
@@ -47,8 +46,8 @@ from kvstore.sparse.tables.settings import TableSettings
 from kvstore.sparse.tables.shard import TableShare
 
 _HEADER = ("since", "mark", "time", "count")
-"""The numbers of an export: from which mark on it has the changes (0: everything), up to which,
-how many pushes there had been, and how many updates."""
+"""The numbers of an export: the mark after which its changes begin (0: everything), the mark at
+which they end, the number of pushes, and the number of updates."""
 
 _MOST = {"since": 2**31 - 2, "mark": 2**31 - 2, "time": MOST_TIME, "count": 2**62}
 _STATE = "states/{}"
@@ -61,9 +60,9 @@ class TableRows(NamedTuple):
 
     ids: Ids
     stamps: Ids
-    """When they were touched (``tables/ages.py``); each server counts by itself."""
+    """When each row was touched (``tables/ages.py``); each server has its own count."""
     changed: Ids
-    """Since which mark they have not changed."""
+    """The mark since which each row has not changed."""
 
 
 class TableCounters(NamedTuple):
@@ -71,7 +70,7 @@ class TableCounters(NamedTuple):
 
     next_mark: int
     time: int
-    """Pushes."""
+    """The number of pushes."""
     num_updates: int
     lineage: Lineage
 
@@ -82,7 +81,7 @@ class FileRows(NamedTuple):
     ids: Ids
     stamps: Ids
     kept: Ids
-    """Of a delta: those that are still there and have not changed."""
+    """In a delta: the ids of rows that still exist and have not changed."""
     kept_stamps: Ids
 
 
@@ -90,51 +89,49 @@ class TableHome(ABC):
     """Where the rows of a table are: a share in this process, or servers."""
 
     title: str
-    """The table, for errors."""
+    """The name of the table, for errors."""
     most_bytes: int = 1 << 62
-    """What may be handed over at once."""
+    """The largest size of a message to the rows' owner."""
 
     @abstractmethod
     def held(self) -> TableRows:
-        """Return the rows that there are."""
+        """Return all rows, without their values."""
 
     @abstractmethod
     def read(self, ids: Ids, dtypes: Sequence[np.dtype[Any]]) -> tuple[Mask, list[RowValues]]:
-        """Return which of these different ids have rows, and the rows' arrays.
+        """Return which of these different ids have rows, and arrays of values and states.
 
-        The values come first.
-
-        ``dtypes`` are those of the arrays; more than one for states, too.
+        ``dtypes`` are the dtypes of the arrays, values first; a single one: no states.
         """
 
     @abstractmethod
     def counters(self) -> TableCounters:
-        """Return the counters that all shares have, and the lineage that they agree on."""
+        """Return the counters and the lineage, which are equal on all shares."""
 
     @abstractmethod
     def set_mark(self, mark: int, lineage: Lineage) -> None:
-        """Let changes from now on come after this mark."""
+        """Set the mark that later changes come after."""
 
     @abstractmethod
     def shared(self, rows: FileRows) -> Any:
-        """Return these rows as ``begin`` takes them.
+        """Return these rows in the form that ``begin`` takes.
 
-        Raises ``CheckpointError`` for more than can be handed over.
+        Raises ``CheckpointError`` if they do not fit in a message.
         """
 
     @abstractmethod
     def begin(self, shared: Any, mark: int, *, is_delta: bool) -> None:
-        """Drop what the file does not have; the table is unusable before ``end``."""
+        """Drop rows that the file lacks; the table cannot be used before ``end``."""
 
     @abstractmethod
     def write(self, ids: Ids, stamps: Ids, arrays: Sequence[RowValues]) -> None:
-        """Take some rows of the file, if they are chosen: values, then states."""
+        """Store those of these rows that were chosen; ``arrays`` are values, then states."""
 
     @abstractmethod
     def end(self, num_updates: int | None, time: int, lines: Lines) -> None:
-        """End the load: all rows are there.
+        """End the load after all rows were written.
 
-        ``num_updates`` is None if the file does not say; ``lines`` are the file's.
+        ``num_updates`` is None if the file lacks it; ``lines`` are the file's lineage.
         """
 
 
@@ -148,8 +145,8 @@ class TableFiles:
     def export(self, path: Any, optimizer: Optimizer | None, since: int | None) -> int:
         """Write the rows changed since a mark (None: all); return the new mark.
 
-        With states where there is an ``optimizer``. Nothing may change meanwhile; raises
-        ``CheckpointError`` where rows have gone.
+        With an ``optimizer``, its states are written, too. Nothing may change meanwhile: raises
+        ``CheckpointError`` if rows have disappeared.
         """
         mark, time, count, lineage = self.home.counters()
         self.home.set_mark(mark, lineage)
@@ -184,7 +181,7 @@ class TableFiles:
     def _layout(
         self, num_rows: int, num_kept: int | None, optimizer: Optimizer | None
     ) -> tuple[dict[str, tuple[tuple[int, ...], np.dtype[Any]]], dict[str, Any]]:
-        """Return the arrays of a file, and the metadata about them."""
+        """Return the specs of a file's arrays, and its metadata."""
         long, settings = np.dtype(np.int64), self._settings
         specs: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
             "ids": ((num_rows,), long),
@@ -205,10 +202,10 @@ class TableFiles:
         return max(min(_BLOCK_BYTES, self.home.most_bytes // 2) // (row_bytes + 16), 1)
 
     def load(self, path: Any, optimizer: Optimizer | None) -> None:
-        """Take over an export, each share what falls to it.
+        """Load an export or a delta; each share loads its own rows.
 
-        Raises ``CheckpointError``: before anything has changed, for a file that does not fit; a
-        disk that fails in the middle leaves the table empty.
+        Raises ``CheckpointError`` for a file that does not fit, before anything has changed; a disk
+        error during the load leaves the table empty.
         """
         home, settings = self.home, self._settings
         with TableFile(path) as file:
@@ -252,7 +249,7 @@ class TableFile(AbstractContextManager["TableFile"]):
     time: int
     count: int
     lines: Lines
-    """Up to its mark; none in a file of an earlier version, which only fits as a whole."""
+    """The lineage up to its mark; empty in files of earlier versions, which only fit whole."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
@@ -275,11 +272,11 @@ class TableFile(AbstractContextManager["TableFile"]):
 
     @property
     def count_of_updates(self) -> int | None:
-        """How many updates there had been; None in a file without states."""
+        """Return the number of updates; None in a file without states."""
         return None if self.optimizer is None else self.count
 
     def states(self, names: tuple[str, ...], dtype: np.dtype[Any]) -> list[str]:
-        """Return the names of these states' arrays, once they are known to fit the values."""
+        """Check that these states fit the values; return the names of their arrays."""
         arrays = [_STATE.format(name) for name in names]
         for array in arrays:
             if array not in self._file:
@@ -340,17 +337,17 @@ class TableFile(AbstractContextManager["TableFile"]):
 
 
 class ShareRows(TableHome):
-    """The rows of one share. A file comes by ``begin``, ``write`` and ``end``."""
+    """The rows of one share. A file is loaded by ``begin``, ``write`` and ``end``."""
 
     def __init__(self, share: TableShare) -> None:
         self.title = f"table {share.settings.name!r}"
         self.share = share
         self._chosen: Ids | None = None
-        """The rows to take, sorted; None while no file comes."""
+        """The ids of the rows to load, sorted; None when no file is being loaded."""
 
     @property
     def is_loading(self) -> bool:
-        """Whether a file has begun to come."""
+        """Whether a file is being loaded."""
         return self._chosen is not None
 
     def held(self) -> TableRows:
@@ -363,7 +360,7 @@ class ShareRows(TableHome):
         return is_there, arrays
 
     def copies(self, ids: Ids, *, with_states: bool) -> tuple[Mask, list[RowValues]]:
-        """Do as ``read``, with all states or without."""
+        """Do as ``read``, with all states or none."""
         self.share.expire()
         places = self.share.index.look_up(ids)
         is_there: Mask = places >= 0
@@ -383,7 +380,7 @@ class ShareRows(TableHome):
         return rows
 
     def begin(self, shared: FileRows, mark: int, *, is_delta: bool) -> None:
-        """Begin, as in ``TableHome``; skip the ids of other shares."""
+        """Begin a load as in ``TableHome``; skip the ids of other shares."""
         self.share.lineage = new_lineage()  # no delta continues a part of a file
         if is_delta:
             _keep_only(shared, self.share)
@@ -412,9 +409,9 @@ class ShareRows(TableHome):
 def checked_arrays(
     file: TableFile, settings: TableSettings, optimizer: Optimizer | None, loaded: Line | None
 ) -> list[str]:
-    """Return the arrays to be read: values, and the states if the optimizer keeps any.
+    """Check that a file fits a table; return the names of the arrays to read.
 
-    ``loaded`` is where the file ended that the table has loaded last. Raises ``CheckpointError``.
+    ``loaded`` is the end of the file that the table loaded last. Raises ``CheckpointError``.
     """
     if (file.spec.shape[1], file.spec.dtype) != (settings.dim, settings.dtype):
         raise file.refused(
@@ -456,7 +453,7 @@ def _check_continues(delta: TableFile, loaded: Line | None) -> None:
 
 
 def _keep_only(file: FileRows, share: TableShare) -> None:
-    """Remove rows that the delta lacks, and mark unchanged ones as touched."""
+    """Remove rows that the delta lacks, and take its touch times for unchanged rows."""
     ids, places = share.held()
     is_there = np.isin(ids, file.ids, assume_unique=True)
     is_there |= np.isin(ids, file.kept, assume_unique=True)
@@ -469,8 +466,8 @@ def _keep_only(file: FileRows, share: TableShare) -> None:
 def _chosen(file: FileRows, share: TableShare) -> Places:
     """Return the rows of the file to load: this share's, as far as they fit.
 
-    Of these and the rows of the share that the file leaves as they are, those that were touched
-    last stay; what is left out is removed.
+    Of these and the share's rows that the file does not change, those that were touched last are
+    kept; the others are removed.
     """
     chosen = np.arange(len(file.ids))
     if share.num_shares > 1:

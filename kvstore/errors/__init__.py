@@ -21,9 +21,8 @@
         ├── NotSupportedError        this store, or this version, cannot do it
         └── MissingDependencyError   an optional package is needed; the text says what to install
 
-Everything else is a ``UsageError``: what peers and networks do wrong has its errors in
-``pslite.errors``. Each of these also derives from the built-in error that a Python programmer
-would expect there (``TypeError``, ``LookupError``, ...).
+Errors of peers and networks are in ``pslite.errors``. Many of these errors also derive from the
+built-in error that a Python programmer would expect (``TypeError``, ``LookupError``, ...).
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from pslite.errors import PSError, UsageError
 
 
 class JobFailed(PSError):
-    """A job of ``kvstore.run`` did not start, or ended before all had returned.
+    """A job of ``kvstore.run`` did not start, or ended before all workers returned.
 
-    ``role`` and ``rank`` name the process that failed first; ``""`` and -1 where there is none.
+    ``role`` and ``rank`` name the process that failed first; ``""`` and -1 if there is none.
     """
 
     def __init__(self, message: str, *, role: str = "", rank: int = -1) -> None:
@@ -46,8 +45,8 @@ class JobFailed(PSError):
 class WorkerFailed(JobFailed):
     """A worker of ``kvstore.run`` died, or its result was not transferred.
 
-    Also the ``__cause__`` of what a worker raised and the caller raises again; then the text is
-    the worker's traceback.
+    It is also the ``__cause__`` when the caller raises a worker's error again; then its text is the
+    worker's traceback.
     """
 
 

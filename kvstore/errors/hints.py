@@ -105,7 +105,7 @@ INSTEAD: dict[str, dict[str, str]] = {
 def missing(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
     """Return the error for a name that ``module`` lacks; ``known`` are its names.
 
-    To be called by the module's own ``__getattr__``.
+    Only a module's own ``__getattr__`` may call it.
     """
     if name in INSTEAD.get(module, {}):
         text = sentence(module, name)
@@ -119,8 +119,8 @@ def missing(module: str, name: str, known: Iterable[str]) -> AttributeError | Im
 def _is_import(frame: FrameType) -> bool:
     """Return whether a frame is in the middle of ``from module import name``.
 
-    There Python replaces an ``AttributeError`` by an ``ImportError`` that has lost the text, and
-    lets every other error pass.
+    There Python replaces an ``AttributeError`` by an ``ImportError`` without the text; it does not
+    replace other errors.
     """
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM
 
@@ -136,7 +136,7 @@ def shown(module: str, name: str) -> str:
 
 
 MOST_NAMES = 2000
-"""At most this many are compared: about 10 ms, also for a script that catches such errors."""
+"""At most this many names are compared, which takes about 10 ms."""
 
 
 def nearest(name: object, known: Iterable[object]) -> str | None:

@@ -1,9 +1,8 @@
 """Print an error that ends a worker's script with the script's own frames only.
 
-The error says what happened; where inside ``kvstore`` and ``pslite`` somebody waited for it says
-nothing to a user. PS_VERBOSE=1 shows all frames. Nothing is changed where something else, such
-as a notebook or a debugger, has taken over what happens to errors. Read next:
-``stores/dist/node.py``.
+The error's text says what happened; the frames inside ``kvstore`` and ``pslite`` do not help a
+user. PS_VERBOSE=1 shows all frames. Nothing changes if other code, such as a notebook or a
+debugger, already handles errors. Read next: ``stores/dist/node.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def call_of(frame: FrameType | None) -> str:
-    """Return the call of ours that a thread is in, and the script's line."""
+    """Return this project's call that a thread executes, and the script's line."""
     name = "a call"
     while frame is not None:
         code = frame.f_code
@@ -52,7 +51,7 @@ def call_of(frame: FrameType | None) -> str:
 
 
 def without_internal_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the same frames but those of files of this project, as a new chain."""
+    """Return a new traceback without the frames of this project's files."""
     kept = []
     while traceback is not None:
         if not traceback.tb_frame.f_code.co_filename.startswith(_INTERNAL):

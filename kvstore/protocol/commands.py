@@ -1,14 +1,14 @@
 """Commands from workers to servers: ``kv.send_command_to_servers(head, body)``.
 
-A command is a number and a text; what it does is a function that a module registers, which
-the servers import at their start (``--server-import``)::
+A command is a number and a text. Its function is registered by a module that the servers import
+at their start (``--server-import``)::
 
     @kvstore.register_command(17)
     def tidy_up(body: str) -> str:
         ...
 
-Nothing is sent but the number and the text: a server runs only code that it was started with.
-No effect at import. Any thread may register; functions run on a server's pool threads.
+Only the number and the text are sent: a server runs only code that it was started with. The import
+has no effect. Any thread may register; functions run on a server's pool threads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _commands: dict[int, Command] = {}
 def register_command(head: int) -> Callable[[Command], Command]:
     """Let servers answer the command ``head`` with the decorated function.
 
-    The function gets the command's text and may return a text, which the worker gets. What it
-    raises is raised at the worker. A module that is loaded again may register its own again;
+    The function gets the command's text and may return a text, which is sent to the worker. If it
+    raises, the worker raises that error. A reloaded module may register the same function again;
     another function for the same number raises ``ArgumentTypeError``.
     """
     if isinstance(head, bool) or not isinstance(head, int) or head < 0:

@@ -32,7 +32,7 @@ def pack_object(value: object) -> tuple[bytes, list[Flat]]:
     """Return the tree of an object and its arrays; these may share its memory.
 
     Raises:
-        ArgumentTypeError: it holds something that is not plain, which the text names.
+        ArgumentTypeError: it contains something that is not plain, which the text names.
         ArgumentValueError: it is too large, or too deep.
     """
     arrays: list[Flat] = []
@@ -57,7 +57,7 @@ def unpack_object(tree: bytes, memory: Flat) -> Any:
     """Return the object; its arrays are views of ``memory``, flat bytes.
 
     Raises:
-        ProtocolError: this is not what ``pack_object`` wrote.
+        ProtocolError: the bytes are not from ``pack_object``.
     """
     reader = _TreeReader(memory)
     try:
@@ -93,7 +93,7 @@ def _branch(value: object, arrays: list[Flat]) -> Any:
 
 
 class _TreeReader:
-    """Makes values of a tree, and takes arrays from the memory in their order."""
+    """Builds values from a tree; takes arrays from the memory in order."""
 
     def __init__(self, memory: Flat) -> None:
         self._memory = memory
@@ -135,6 +135,6 @@ class _TreeReader:
         begin, self.at = self.at, self.at + math.prod(shape) * dtype.itemsize
         if self.at > len(self._memory):
             raise ProtocolError(f"an array of {text} {shape} exceeds the memory of its object")
-        # A copy, since items must be aligned and the others' memory is not to be kept with it.
+        # A copy: items must be aligned, and a view would keep the memory of all arrays.
         copy: Flat = self._memory[begin : self.at].copy()
         return copy.view(dtype).reshape(shape)

@@ -41,7 +41,7 @@ def _step(itemsize: int, chunk_bytes: int) -> int:
 
 
 def message_bytes(config: Config, *, by_tcp: bool) -> int:
-    """Return how large messages of gathered values should be.
+    """Return the best size of messages with many small values.
 
     Over TCP larger ones are slower.
     """
@@ -51,7 +51,7 @@ def message_bytes(config: Config, *, by_tcp: bool) -> int:
 def most_group_bytes(config: Config) -> int:
     """Return the most bytes of values in one message between local processes.
 
-    There it only says where they lie.
+    Such a message only has the positions of the values in shared memory.
     """
     return min(16 * config.chunk_bytes, config.max_message_bytes)
 
@@ -86,8 +86,8 @@ def place(
     turn = 0
     border = room[order[0]]
     for size in parts:
-        # A part belongs to the server in whose stretch its middle lies: so both ends of a
-        # stretch are off by half a part at most.
+        # A part goes to the server whose range contains the part's middle, so both ends of a
+        # range are off by at most half a part.
         while turn + 1 < len(order) and position + size / 2 >= border:
             turn += 1
             border += room[order[turn]]

@@ -22,14 +22,14 @@ from pslite.errors import ProtocolError, unexpected
 from pslite.plane import Piece
 from pslite.wire.codec import pack_value, unpack_value
 
-#: App numbers, far away from those that users of ``pslite`` choose.
+#: App numbers, far above those that users of ``pslite`` choose.
 DIRECTORY_APP = 1_000_001
 STORE_APP = 1_000_002
 
 SCOPES = ("element", "row", "key")
-"""How much of a key an optimizer has to see at once (``Optimizer.scope``): no part may be less."""
+"""The units that an optimizer may need whole (``Optimizer.scope``): no part may be smaller."""
 
-#: What all ranks do together last: the store is forgotten then.
+#: The last joint call of all ranks, after which the store is forgotten.
 CLOSING = "close"
 
 _MAX_DIMENSIONS = 64
@@ -74,7 +74,7 @@ class StoreCall(enum.IntEnum):
 
 
 class Declared(NamedTuple):
-    """A key as a worker's ``init`` has it."""
+    """A key as a worker's ``init`` declares it."""
 
     key: Key
     spec: KeySpec
@@ -87,7 +87,7 @@ class KeyEntry(NamedTuple):
     key: Key
     spec: KeySpec
     first_part: int
-    """Its parts are numbered from here on; numbers are never used twice."""
+    """The number of its first part; the others follow. Numbers are never reused."""
     chunk_bytes: int
     servers: tuple[int, ...]
     """The rank of the server of each part."""
@@ -97,7 +97,7 @@ class KeyEntry(NamedTuple):
 
     @property
     def declared(self) -> Declared:
-        """The key as ``init`` had it."""
+        """The key as ``init`` declared it."""
         return Declared(self.key, self.spec, self.is_row_sparse)
 
     @property
@@ -107,11 +107,11 @@ class KeyEntry(NamedTuple):
 
     @property
     def stripes(self) -> Stripes:
-        """The servers that have the rows of a row-sparse key."""
+        """The split of a row-sparse key's rows among its parts."""
         return Stripes(self.spec.shape[0], len(self.servers))
 
     def part_bytes(self) -> list[int]:
-        """Return the size of each part; of a row-sparse key that of all its rows."""
+        """Return the size of each part; for a row-sparse key the size with all rows."""
         if self.is_row_sparse:
             row_bytes = self.spec.nbytes // max(self.spec.shape[0], 1)
             return [self.stripes.rows_of(part) * row_bytes for part in range(len(self.servers))]
@@ -128,7 +128,7 @@ class PartEntry(NamedTuple):
     part: int
     key: Key
     is_whole: bool
-    """Whether it is all of its key, as optimizers of scope "key" need it."""
+    """Whether the part is a whole key, as optimizers of scope "key" need."""
     num_elements: int
     dtype: np.dtype[Any]
     width: int = 1
@@ -175,7 +175,7 @@ def pack(*fields: Any) -> bytes:
 
 
 def unpack(body: bytes, *kinds: type) -> list[Any]:
-    """Return the fields of a body, each of the wanted type.
+    """Return the fields of a body; check their number and types.
 
     Raises:
         ProtocolError: another number of fields, or another type.
@@ -282,7 +282,7 @@ def unpack_entries(body: bytes) -> list[KeyEntry]:
 
 
 def _fits(entry: KeyEntry) -> bool:
-    """Return whether the entry has as many parts as there can be."""
+    """Return whether the entry has a valid number of parts."""
     spec, num_parts = entry.spec, len(entry.servers)
     if entry.is_row_sparse:
         return 1 <= num_parts <= max(spec.shape[0], 1)
