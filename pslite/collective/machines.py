@@ -59,7 +59,7 @@ def arrays_of(
     """Split the rows of all machines into each rank's layout and bytes.
 
     Raises:
-        ProtocolError: they are something else.
+        ProtocolError: the rows are malformed.
     """
     found: dict[int, tuple[ArrayLayout, Bytes]] = {}
     for ranks in machines:

@@ -373,7 +373,7 @@ def _is_divided_last(call: CollectiveCall) -> bool:
 
 
 def _copying(*places: Bytes, begin: int = 0) -> Take:
-    """Return a function that fills ``place``, if any, from ``begin`` of a stream."""
+    """Return a function that fills ``places`` from ``begin`` of a stream."""
 
     def take(start: int, pieces: list[Bytes]) -> None:
         for place in places:

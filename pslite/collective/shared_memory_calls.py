@@ -147,7 +147,7 @@ class RingCalls:
     ) -> Steps:
         """Combine the arrays of all members by ``reduce`` into ``out`` (may be ``array``).
 
-        Members whose ``out`` is None do not get it. ``progress`` hears how much of it is there.
+        Members with ``out=None`` get no result. ``progress`` is told how many bytes are done.
         """
         if self.is_quick(array.nbytes):
             return self._reduce_whole(call, array, out, reduce, progress)

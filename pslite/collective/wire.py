@@ -62,7 +62,7 @@ class ArrayLayout(NamedTuple):
         """Check that an array to fill fits the layout.
 
         Raises:
-            UsageError: says what was sent.
+            UsageError: it does not fit; the text says what was sent.
         """
         if out.shape != self.shapes[index] or out.itemsize != DTYPES[self.dtype].itemsize:
             raise UsageError(
@@ -92,10 +92,10 @@ def pack_call(request: CallRequest, num_workers: int) -> bytes:
 
 
 def unpack_call(body: bytes, num_workers: int) -> CallRequest:
-    """Check and return what ``pack_call`` wrote.
+    """Check and decode the data of ``pack_call``.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: the data is malformed.
     """
     key, fields, shapes, chunk, described, stepped = _list(unpack_value(body), 6)
     call_key = _checked_key(key, num_workers)
@@ -127,10 +127,10 @@ def pack_letter(head: LetterHead, num_workers: int) -> bytes:
 
 
 def unpack_letter(body: bytes, num_workers: int) -> LetterHead:
-    """Check and return what ``pack_letter`` wrote.
+    """Check and decode the data of ``pack_letter``.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: the data is malformed.
     """
     key, numbers, layout, step = _list(unpack_value(body), 4)
     group = _checked_key(key, num_workers).group
@@ -149,10 +149,10 @@ def pack_collective(call: CollectiveCall) -> bytes:
 
 
 def unpack_collective(body: bytes) -> CollectiveCall:
-    """Check and return what ``pack_collective`` wrote.
+    """Check and decode the data of ``pack_collective``.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: the data is malformed.
     """
     return _checked_call(*_list(unpack_value(body), 2))
 
@@ -163,10 +163,10 @@ def pack_layouts(layouts: Sequence[ArrayLayout]) -> bytes:
 
 
 def unpack_layouts(body: bytes, num_ranks: int) -> list[ArrayLayout]:
-    """Check and return what ``pack_layouts`` wrote.
+    """Check and decode the data of ``pack_layouts``.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: the data is malformed.
     """
     return [_layout(fields) for fields in _list(unpack_value(body), num_ranks)]
 
@@ -178,10 +178,10 @@ def pack_join(group: GroupKey, absence: Absence, num_workers: int) -> bytes:
 
 
 def unpack_join(body: bytes, num_workers: int) -> tuple[GroupKey, Absence]:
-    """Check and return what ``pack_join`` wrote.
+    """Check and decode the data of ``pack_join``.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: the data is malformed.
     """
     key, begin, last, end = _list(unpack_value(body), 4)
     numbers = {}
@@ -199,10 +199,10 @@ def pack_last(rank: int) -> bytes:
 
 
 def unpack_last(body: bytes) -> int:
-    """Check and return what ``pack_last`` wrote.
+    """Check and decode the data of ``pack_last``.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: the data is malformed.
     """
     return _number(_list(unpack_value(body), 1)[0])
 
@@ -216,7 +216,7 @@ def unpack_give_up(body: bytes, num_workers: int) -> tuple[CallKey, str, str]:
     """Check and return what ``pack_give_up`` wrote.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: the data is malformed.
     """
     key, kind, text = _list(unpack_value(body), 3)
     if type(kind) is not str or type(text) is not str:
@@ -230,10 +230,10 @@ def pack_wait(key: CallKey, num_workers: int, *, counts_waits: bool) -> bytes:
 
 
 def unpack_wait(body: bytes, num_workers: int) -> tuple[CallKey, bool]:
-    """Check and return what ``pack_wait`` wrote.
+    """Check and decode the data of ``pack_wait``.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: the data is malformed.
     """
     key, counts_waits = _list(unpack_value(body), 2)
     if type(counts_waits) is not bool:
@@ -247,10 +247,10 @@ def pack_ranks(ranks: Sequence[int]) -> bytes:
 
 
 def unpack_ranks(body: bytes, num_workers: int) -> list[int]:
-    """Check and return what ``pack_ranks`` wrote.
+    """Check and decode the data of ``pack_ranks``.
 
     Raises:
-        ProtocolError: it is something else.
+        ProtocolError: the data is malformed.
     """
     return [_number(rank) for rank in _list(unpack_value(body), at_most=num_workers)]
 
