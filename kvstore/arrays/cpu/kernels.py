@@ -1,11 +1,11 @@
 """Calls into the compiled kernels (``_kernels``): sums, updates and codecs.
 
-An extra: everything works without it, and gives the same bits. Each function says whether it has
-done the work; if not, nothing was written, and ``sums.py`` or ``compression/codec.py`` does it
-with NumPy. Not done is what the kernels do not cover: other dtypes than float16, bfloat16, float32
-and float64, other optimizers than those that ``formula_of`` knows, other codecs than those of
-``CODED``, arrays with strides; and everything when the module is missing or KVSTORE_NATIVE is 0.
-Contributions and arrays to fill may lie at any address.
+The kernels are optional: without them NumPy computes the same bits. Each function returns whether
+it did the work. If it did not, nothing was written, and ``sums.py`` or ``compression/codec.py``
+uses NumPy. The kernels support only float16, bfloat16, float32 and float64, the optimizers
+registered with ``formula_of``, the codecs of ``CODED``, and arrays without strides. They are not
+used if the module is missing or KVSTORE_NATIVE is 0.
+Contributions and arrays to fill may be at any address.
 
 One call does one whole run of elements, however long, without the interpreter's lock: block by
 block it adds contributions left to right, updates, and writes the arrays to fill, so that a
@@ -201,8 +201,8 @@ def merge_ids(several: Sequence[Array]) -> tuple[Array, list[Array]] | None:
 def take_rows(table: Array, places: Array, out: Array) -> bool:
     """Set ``out`` to the rows ``places`` (int64) of ``table``; return if done.
 
-    Of one dtype; ``out`` must not overlap the table. Raises ``ValueError`` for rows that are not
-    there.
+    Both have one dtype; ``out`` must not overlap the table. Raises ``ValueError`` for places
+    outside the table.
     """
     module = native()
     row_bytes = table.shape[1] * table.itemsize

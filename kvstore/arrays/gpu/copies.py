@@ -3,10 +3,10 @@
 Reaches CuPy through ``cupy.py`` only, at the first call. Any thread may call, and several at
 once; order and waits are as in ``sums.py``. Read next: ``kernels.py``.
 
-**NCCL** passes values on from GPU to GPU, which takes the sender no longer for seven receivers
-than for one. It copies only: its sums have an order of their own, and other bits than a sum
-from left to right. A GPU that waits in another communicator's call at the same time, of another
-library's for instance, can wait for ever (NCCL User Guide, "Using multiple NCCL communicators
+**NCCL** forwards values from GPU to GPU, so sending to seven receivers takes the sender no longer
+than sending to one. It is used only for copies: its sums add in another order than from left to
+right, so their bits differ. If a GPU waits in a call of another communicator at the same time, such
+as another library's, it can wait for ever (NCCL User Guide, "Using multiple NCCL communicators
 concurrently").
 """
 

@@ -30,8 +30,8 @@ class RowSpan(NamedTuple):
 def cut(lengths: Sequence[int], most_elements: int, most_spans: int) -> list[list[RowSpan]]:
     """Cut into blocks of at most this many elements and spans, in order.
 
-    ``lengths`` has the elements of each row; empty rows are left out. A row that has room in no
-    block is cut.
+    ``lengths`` has the number of elements of each row; empty rows are left out. A row that does
+    not fit in the rest of a block is cut.
     """
     blocks: list[list[RowSpan]] = []
     room = 0
