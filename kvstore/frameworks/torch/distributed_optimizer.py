@@ -132,11 +132,11 @@ def DistributedOptimizer(  # noqa: N802  (it stands for a class)
 ) -> Any:
     """Make ``optimizer`` step with the gradients of all ranks, and return it.
 
-    All ranks call it, with the same parameters; their values are not touched
-    (``broadcast_parameters``). ``backward`` of every rank then waits for all ranks. A parameter
-    that a rank's pass does not reach counts as zeros, and one that no rank reaches keeps ``grad``
-    None. Sums are in rank order. Gradients are parts of buckets afterwards, which the next pass
-    overwrites: clone what is to be kept.
+    All ranks call it, with the same parameters. It does not change their values; for that, see
+    ``broadcast_parameters``. ``backward`` of every rank then waits for all ranks. If a rank's pass
+    does not reach a parameter, its gradient is zeros in the sum; if no rank reaches it, ``grad``
+    stays None. Sums are in rank order. Afterwards, gradients are parts of buckets, which the next
+    pass overwrites: clone a gradient to keep it.
 
     Args:
         optimizer: of any class of ``torch.optim``, or one derived from it.

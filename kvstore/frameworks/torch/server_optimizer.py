@@ -45,12 +45,12 @@ _STATES = "servers"
 class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """A PyTorch optimizer whose updates are made on the servers of a store.
 
-    All ranks make one, with the same parameters, and begin with rank 0's values. Gradients leave
-    during ``backward``, and ``grad`` is None afterwards: what changes gradients before ``step``
-    (clipping by the norm, ``GradScaler``) needs ``DistributedOptimizer``, or ``overlap=False`` for
-    each rank's own gradients. A parameter that no rank's pass reaches is not updated; one that
-    some ranks reach gets zeros from the others. Numbers of ``param_groups``, which learning rate
-    schedulers change, count from the next ``backward`` on; those of rank 0 count for all.
+    All ranks create one, with the same parameters, and begin with rank 0's values. Gradients are
+    sent during ``backward``, and ``grad`` is None afterwards. To change gradients before ``step``
+    (clipping by the norm, ``GradScaler``), use ``DistributedOptimizer``, or ``overlap=False`` for
+    each rank's own gradients. A parameter that no rank's pass reaches is not updated; if only some
+    ranks reach it, the others send zeros. New numbers in ``param_groups``, such as those of
+    learning rate schedulers, take effect at the next ``backward``; rank 0's numbers are used.
 
     Args:
         params: a module, or pairs of a name and a parameter, or groups ``{"params": pairs, "lr":
