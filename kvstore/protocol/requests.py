@@ -92,7 +92,7 @@ class KeyEntry(NamedTuple):
     servers: tuple[int, ...]
     """The rank of the server of each part."""
     generation: int = 1
-    """How often the key has been initialized; ``delete`` and ``init`` again count it up."""
+    """How many times the key has been initialized; ``init`` after ``delete`` adds 1."""
     is_row_sparse: bool = False
 
     @property

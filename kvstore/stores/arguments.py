@@ -1,7 +1,7 @@
 """Check the keys and values of calls, and pair them.
 
 ``group_values`` and ``KeyTable`` take one key or many, one array or one for each device.
-``KeyTable.usual`` and ``KeyList.fit`` quickly recognise the usual arguments of a training loop;
+``KeyTable.usual`` and ``KeyList.fit`` quickly recognize the usual arguments of a training loop;
 all others go through the checks, which raise the errors. Pure: no I/O, no threads, and no array is
 read or changed. A check that raises has changed nothing. The rules of keys and lists are those of
 MXNet (``python/mxnet/kvstore/base.py``), except that ``bool`` is not a key, NumPy integers are, and

@@ -148,7 +148,7 @@ BUGS = [
     Bug(
         "a file that another save still writes is removed",
         "kvstore/checkpoint/atomic.py",
-        "            return  # somebody writes it\n",
+        "            return  # another process is writing it\n",
         "            pass\n",
         "tests/unit/kvstore/checkpoint/test_atomic.py",
     ),

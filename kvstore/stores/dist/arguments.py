@@ -1,7 +1,7 @@
 """Check the arrays of a distributed call, and view them as bytes to send or fill.
 
 Training loops pass plain NumPy arrays, or NDArrays that wrap them, with exactly their keys' shapes
-and dtypes. A few passes over the whole list recognise these, and their memory is used directly.
+and dtypes. A few passes over the whole list recognize these, and their memory is used directly.
 Every other call goes through the checks of ``stores/arguments.py`` and the adapters of ``arrays/``,
 key by key, with the same result; several values for a key are added up. Arrays are checked again in
 each call, and nothing here keeps them. Runs on the caller's thread and may wait for lazy arrays.
