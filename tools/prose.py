@@ -41,6 +41,8 @@ PHRASE = re.compile("|".join(_PHRASES))
 
 #: The docstrings of these are checked for their length.
 SUMMARIZED = ("kvstore", "pslite")
+#: Not yet: its docstrings are older than the check.
+UNSUMMARIZED = "kvstore/frameworks/horovod"
 MAX_SUMMARY = 80
 
 _FENCED = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
@@ -100,7 +102,10 @@ def long_summaries(text: str) -> Iterator[tuple[int, str]]:
 
 def is_summarized(file: Path) -> bool:
     """Return whether the first lines of a file's docstrings have to be short."""
-    return file.suffix == ".py" and file.relative_to(ROOT).as_posix().startswith(SUMMARIZED)
+    place = file.relative_to(ROOT).as_posix()
+    return (
+        file.suffix == ".py" and place.startswith(SUMMARIZED) and not place.startswith(UNSUMMARIZED)
+    )
 
 
 def files(part: str) -> list[Path]:

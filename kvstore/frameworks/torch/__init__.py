@@ -1,4 +1,4 @@
-"""The backend ``kvstore`` of ``torch.distributed``: collective calls over this project's servers.
+"""The backend ``kvstore`` of ``torch.distributed``, and optimizers over servers.
 
 ::
 

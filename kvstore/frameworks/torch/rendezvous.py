@@ -1,4 +1,4 @@
-"""The store in which the ranks of a job meet that torchrun, mpiexec or srun has started.
+"""The store in which ranks meet that torchrun, mpiexec or srun has started.
 
 It is opened once in a process, and lives as long as it: rank 0 may serve it.
 """

@@ -1,4 +1,4 @@
-"""Tensors as NumPy arrays in the same memory, and the names of PyTorch's operations.
+"""Tensors as NumPy arrays in the same memory, and PyTorch's operations by name.
 
 The only tensors here are on the CPU, and dense but for ``sparse_sum``. bfloat16 becomes NumPy's
 ``ml_dtypes.bfloat16``; other dtypes that NumPy lacks (float8) become bytes, which can be moved and
