@@ -121,7 +121,7 @@ def test_a_long_first_line_of_the_product_is_printed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("kvstore/a.py", "kvstore/frameworks/b.py", "examples/c.py"):
+    for name in ("kvstore/a.py", "kvstore/frameworks/horovod/b.py", "examples/c.py"):
         module = tmp_path / name
         module.parent.mkdir(parents=True, exist_ok=True)
         module.write_text(f'"""{"A" * 81}"""\n')

@@ -59,7 +59,7 @@ def test_bytes_count_as_well_and_a_list_that_is_too_long_is_not_kept() -> None:
 
 def test_the_document_names_these_limits() -> None:
     section = WIRE_DOC.read_text().split("\n## 14 ")[1]
-    named = re.search(r"(\d+) lists of (\d+) bytes together", section)
+    named = re.search(r"at most (\d+) and\s+at most (\d+) bytes in total", section)
     assert named is not None
     assert [int(number) for number in named.groups()] == [MAX_LISTS, MAX_BYTES]
     assert f"fewer than {MIN_KEYS} keys" in section
