@@ -39,7 +39,7 @@ class RowTable(RowMemory):
     """The rows of a key of this shape and dtype; at first there are none."""
 
     def __init__(self, spec: KeySpec, *, is_whole: bool = False) -> None:
-        """Make an empty table; ``is_whole``: all rows are about to come."""
+        """Make an empty table. ``is_whole`` says that all rows will be added."""
         self.num_rows = spec.shape[0]
         width = width_of(spec.shape)
         row_bytes = max(width * spec.dtype.itemsize, 1)

@@ -134,7 +134,7 @@ class RingCalls:
         self._undecided: int | None = None
 
     def is_quick(self, nbytes: int) -> bool:
-        """Return whether pieces of ``nbytes`` take one chunk."""
+        """Return whether a piece of ``nbytes`` from each member fits into one chunk."""
         return nbytes <= self._ring.slot_bytes // self._size // _ALIGNMENT * _ALIGNMENT
 
     def all_reduce(

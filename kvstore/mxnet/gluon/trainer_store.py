@@ -283,9 +283,9 @@ def _is_needless(name: str, params: Params) -> bool:
 
 
 def _resolve(store: KVStoreBase, update_on_kvstore: bool | None) -> bool:
-    """Return whether the store updates.
+    """Return whether the store updates the weights.
 
-    Raises ``ArgumentValueError`` if it cannot do what is asked.
+    Raises ``ArgumentValueError`` if the store cannot do what ``update_on_kvstore`` asks for.
     """
     is_capable = store.is_capable(KVStoreBase.OPTIMIZER)
     if update_on_kvstore and not is_capable:

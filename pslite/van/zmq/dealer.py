@@ -225,7 +225,7 @@ class Further:
     Args:
         peer: the uid of the other end.
         read: reads messages of a dealer.
-        lost: called when one that was connected has ended.
+        lost: called when an established connection ends.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Attempts:
 
 
 class Link:
-    """The connection to one peer: its socket, or the waiting messages."""
+    """The connection to one peer: its socket, or the messages that wait for it."""
 
     def __init__(self, peer: str, address: tuple[str, int], needs: LinkNeeds) -> None:
         self.connected = False
