@@ -279,6 +279,7 @@ ODD: list[Callable[[Communicator], Future[Any]]] = [
     lambda g: g.all_reduce(np.zeros(5, np.float32), "average"),
     lambda g: g.all_gather(np.zeros(5, np.float32)),
     lambda g: g.broadcast(np.zeros(5, np.float32), 0),
+    lambda g: g.gather(np.zeros(5, np.float32), 0),
 ]
 
 
