@@ -1,4 +1,4 @@
-"""Plain objects of ranks for all ranks, without pickle: ``broadcast_object`` and its sister.
+"""``broadcast_object`` and ``allgather_object``: plain objects, sent without pickle.
 
 An object is None, a bool, a number, a text, bytes, an array, or a list, tuple, set or dict of such
 (docs/decisions/0036-objects-without-pickle.md). One that holds anything else is an error on
