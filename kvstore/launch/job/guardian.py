@@ -29,6 +29,8 @@ AGENT_ID_NAME = "KVSTORE_AGENT_ID"
 _AGENT = AGENT_ID_NAME.encode() + b"="
 KILL_ROUNDS = 50
 ROUND_S = 0.05
+_EXEC_S = 2.0  # for processes that are just executing a new program, on a busy machine
+_EXEC_ROUND_S = 0.001
 REMOVE_ROUNDS = 20
 _CANCEL_S = 30.0
 _CANCEL_PAUSES_S = (2.0, 10.0, 30.0)  # the cluster may be busy, or the network down
@@ -93,25 +95,27 @@ def end_job(
 ) -> int:
     """Send SIGTERM to the job, then SIGKILL after ``grace_s``; return the count.
 
-    The count is the number of processes found at first. ``grace_s`` 0 kills at once. No signal
+    The count is the number of processes found in all. ``grace_s`` 0 kills at once. No signal
     reports the end of a grandchild, so this checks every 50 ms until all have ended. ``agent_id``
     is that of :func:`job_members`.
     """
     members = job_members(job_id, groups, agent_id)
-    found = len(members)
+    found = set(members)
     if found and grace_s > 0:
         _signal_all(members, signal.SIGTERM)
         deadline_s = time.monotonic() + grace_s
         while members and time.monotonic() < deadline_s:
             time.sleep(ROUND_S)
             members = job_members(job_id, groups, agent_id)
+            found.update(members)
     for _ in range(KILL_ROUNDS):  # a process may fork while we look
         if not members:
             break
         _signal_all(members, signal.SIGKILL)
         time.sleep(ROUND_S)
         members = job_members(job_id, groups, agent_id)
-    return found
+        found.update(members)
+    return len(found)
 
 
 def job_members(job_id: str, groups: Collection[int], agent_id: str | None = None) -> list[int]:
@@ -128,26 +132,56 @@ def job_members(job_id: str, groups: Collection[int], agent_id: str | None = Non
         agents = [one[len(_AGENT) :] for one in environment if one.startswith(_AGENT)] or [b""]
         return agent_id is None or agent_id.encode() in agents
 
-    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
-    return [pid for pid in pids if pid != os.getpid() and _is_alive_member(pid, belongs, groups)]
+    members = []
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    deadline_s = time.monotonic() + _EXEC_S
+    while pids:
+        answers = {pid: _belongs(pid, belongs, groups) for pid in pids if pid != os.getpid()}
+        members += [pid for pid, answer in answers.items() if answer]
+        pids = [pid for pid, answer in answers.items() if answer is None]
+        if not pids or time.monotonic() > deadline_s:
+            break
+        time.sleep(_EXEC_ROUND_S)
+    return members
 
 
-def _is_alive_member(
+def _belongs(
     pid: int, belongs: Callable[[Collection[bytes]], bool], groups: Collection[int]
-) -> bool:
+) -> bool | None:
+    environ = b"of another user"
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # After the command's name, which may contain any character: state, parent, group,
-            # session.
-            fields = file.read().rpartition(b")")[2].split()
-        if fields[0] in (b"Z", b"X"):
-            return False
-        if int(fields[2]) in groups or int(fields[3]) in groups:
-            return True
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return belongs(file.read().split(b"\0"))
-    except (OSError, IndexError):  # the process has ended, or belongs to another user
+            stat = file.read()
+        with suppress(PermissionError), open(f"/proc/{pid}/environ", "rb") as file:
+            environ = file.read()
+    except OSError:  # the process has ended, or the kernel hides it
         return False
+    return is_member(stat, environ, belongs, groups)
+
+
+def is_member(
+    stat: bytes,
+    environ: bytes,
+    belongs: Callable[[Collection[bytes]], bool],
+    groups: Collection[int],
+) -> bool | None:
+    """Tell from two files of /proc/PID whether the process lives and belongs to the job.
+
+    None means: ask again. While a process executes a new program, its environment is empty: first
+    it has none, which ``stat`` shows by an end of 0 for the environment, then it has the new one.
+    Threads of the kernel have no memory at all. Source: proc(5), fs/exec.c of Linux.
+    """
+    # After the command's name, which may contain any character; proc(5) counts from 1, with
+    # two fields before.
+    fields = stat.rpartition(b")")[2].split()
+    state, group, session, size, begin, end = (fields[at - 3] for at in (3, 5, 6, 23, 50, 51))
+    if state in (b"Z", b"X"):
+        return False
+    if int(group) in groups or int(session) in groups:
+        return True
+    if not environ and size != b"0" and (end == b"0" or begin != end):
+        return None
+    return belongs(environ.split(b"\0"))
 
 
 def _signal_all(members: Collection[int], number: int) -> None:
