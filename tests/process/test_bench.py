@@ -69,3 +69,14 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     stays = (sys.executable, "-c", "import time; time.sleep(60)")
     with pytest.raises(JobFailed, match=r"not over after 0\.2 s"):
         run_processes([Process(stays)], tmp_path, timeout_s=0.2)
+
+
+@pytest.mark.slow(reason="what it counts has tests of its own; this one runs the script")
+def test_the_walk_counts_calls_on_each_thread(make_job: MakeJob) -> None:
+    lines = run(make_job, str(ROOT / "benchmarks" / "walk.py"), "--times", "2").splitlines()
+    rows = {line[:12].strip(): [int(word) for word in line[12:].split()] for line in lines[1:]}
+    assert list(rows) == ["push, wait", "pull", "push, pull", "pushpull"]
+    for calls, functions, files, caller, worker, server, pool in rows.values():
+        assert calls == caller + worker + server + pool
+        assert calls > functions > files > 10
+        assert min(caller, worker, server) > 10
