@@ -165,7 +165,7 @@ def is_member(
     belongs: Callable[[Collection[bytes]], bool],
     groups: Collection[int],
 ) -> bool | None:
-    """Tell from two files of /proc/PID whether the process lives and belongs to the job.
+    """Tell from two files of /proc/PID whether the process belongs to the job.
 
     None means: ask again. While a process executes a new program, its environment is empty: first
     it has none, which ``stat`` shows by an end of 0 for the environment, then it has the new one.
