@@ -206,6 +206,20 @@ def test_scatter_and_reduce_scatter_give_each_rank_its_piece(three: list[Any]) -
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e5m2])
+def test_scatter_moves_any_dtype(three: list[Any], dtype: Any) -> None:
+    pieces = [torch.tensor([1.5, rank]).to(dtype) for rank in range(3)]
+
+    def run(group: Any) -> Any:
+        sources = [pieces] if group.rank() == 1 else []
+        tensor = torch.zeros(2).to(dtype)
+        done(group.scatter([tensor], sources, options(ScatterOptions, rootRank=1)))
+        return tensor.float()
+
+    found = on_all(three, run)
+    assert [tensor.tolist() for tensor in found] == [piece.float().tolist() for piece in pieces]
+
+
 def test_all_to_all_in_lists_and_in_one_tensor(three: list[Any]) -> None:
     def run(group: Any) -> Any:
         rank = group.rank()

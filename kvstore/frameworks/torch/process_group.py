@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -277,7 +278,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         def call(pieces: Tensors | None) -> Future[Any]:
             return self.calls.scatter(None if pieces is None else [*map(contiguous, pieces)], root)
 
-        return self._each(found, sources, call, fill, opts)
+        return self._each(found, sources, call, _fill_scattered, opts)
 
     def all_to_all_single(
         self,
@@ -460,6 +461,12 @@ def _nothing(output: Any, value: Any) -> None:
 def _fill_if_given(output: torch.Tensor, value: Array | None) -> None:
     if value is not None:
         fill(output, value)
+
+
+def _fill_scattered(output: torch.Tensor, value: Array) -> None:
+    # Only the root has arrays with ml_dtypes' bfloat16; the others get the bits.
+    are_bits = output.dtype == torch.bfloat16 and value.dtype == np.uint16
+    fill(output, value, "bfloat16" if are_bits else None)
 
 
 def _fill_each(outputs: Tensors, values: Sequence[Array] | None) -> None:
