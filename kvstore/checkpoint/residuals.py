@@ -37,7 +37,7 @@ def path_beside_states(fname: FilePath, rank: int) -> Path:
     return Path(f"{checked_path(fname)}.residuals-{rank}")
 
 
-class StoreCoding(ABC):
+class StoreCompression(ABC):
     """The compression of one store on one worker, with its residuals."""
 
     def __init__(self, compression: Compression, num_workers: int = 1) -> None:
@@ -73,7 +73,7 @@ class StoreCoding(ABC):
             )
 
 
-def save_residuals(coding: StoreCoding | None, path: Path) -> None:
+def save_residuals(coding: StoreCompression | None, path: Path) -> None:
     """Write the residuals; without any, remove the file of an earlier save.
 
     Raises ``CheckpointError``.
@@ -98,7 +98,7 @@ def save_residuals(coding: StoreCoding | None, path: Path) -> None:
 
 
 def remove_beyond(path_of: Callable[[int], Path], num_workers: int) -> None:
-    """Remove the files of ranks that this job does not have."""
+    """Remove the files that a larger job left: those of ranks from ``num_workers`` on."""
     rank = num_workers
     while path_of(rank).exists():
         _remove(path_of(rank))
@@ -121,7 +121,7 @@ def _remove(path: Path) -> None:
             raise CheckpointError(f"cannot remove {path}: {error.strerror}") from error
 
 
-def read_residuals(coding: StoreCoding | None, path: Path) -> Callable[[], None]:
+def read_residuals(coding: StoreCompression | None, path: Path) -> Callable[[], None]:
     """Read and check the file; return a function that loads it into the store.
 
     So a damaged file changes nothing. Without compression the file is not read. Raises
@@ -132,7 +132,7 @@ def read_residuals(coding: StoreCoding | None, path: Path) -> Callable[[], None]
     return partial(coding.restore_residuals, _read_all(coding, path))
 
 
-def _read_all(coding: StoreCoding, path: Path) -> list[Residual]:
+def _read_all(coding: StoreCompression, path: Path) -> list[Residual]:
     """Read a file; return nothing if it is missing or does not match the job.
 
     It does not match if its compression or number of workers differs.

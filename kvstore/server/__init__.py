@@ -21,7 +21,7 @@ from kvstore.server.shares import describe, server_shares
 from pslite import CollectiveServer, Config, Postoffice, Role, start
 from pslite.errors import ConfigError, PSError
 from pslite.node.log import try_to_stderr
-from pslite.scarcity import allow_files
+from pslite.resource_limits import allow_files
 from pslite.version import __version__
 
 #: The launcher's option sets the variable, and a server sees only that.

@@ -78,7 +78,7 @@ class OneForAll:
             except BaseException as error:  # as of any app; it must not end the I/O thread
                 incoming.fail(error)
 
-        self._node.errands.call_later(_LOOK_EVERY_S, look)
+        self._node.io_queue.call_later(_LOOK_EVERY_S, look)
 
     def _look(self, incoming: Incoming, patience_s: float) -> None:
         first, rank = self._first(), rank_of(incoming.sender)

@@ -60,7 +60,7 @@ class DenseStores:
         self._lanes = lanes
         #: Parts -> their values right after an update, until ``read`` returns them.
         self._copies: dict[Ints, _ReadCopy] = {}
-        self._late_return = LateReturn(node.clock, node.errands.look_after_each_step)
+        self._late_return = LateReturn(node.clock, node.io_queue.look_after_each_step)
         self.calls: dict[int, Callable[[Incoming], None]] = {
             StoreCall.INIT: self._init,
             StoreCall.READ: self._read_parts,

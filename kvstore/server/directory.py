@@ -4,7 +4,7 @@ The lowest live rank decides (rank 0 unless it is gone): its ``init`` gives a ke
 dtype and placement, its ``set_optimizer`` the optimizer. The same calls of other ranks wait
 for it and are compared with it, in whatever order the ranks make them. A joint call of all ranks
 (``delete``, loading) is carried out by the deciding rank once all have made it.
-Pure, except that it sends answers; runs on the scheduler's I/O thread. Next: ``meetings.py`` and
+Pure, except that it sends answers; runs on the scheduler's I/O thread. Next: ``joint_calls.py`` and
 ``stores/dist/store.py``, which sends the requests.
 """
 
@@ -28,7 +28,7 @@ from kvstore.protocol.requests import (
     unpack,
     unpack_specs,
 )
-from kvstore.server.meetings import Meetings
+from kvstore.server.joint_calls import JointCallCoordinator
 from kvstore.server.optimizer_calls import OptimizerCalls
 from kvstore.sparse.table import DIRECT_BYTES
 from pslite import Config
@@ -64,7 +64,7 @@ class _Store:
     scope: str = "element"
     """The unit that the deciding rank's last ``init`` asked to keep whole."""
     optimizers: OptimizerCalls = field(default_factory=OptimizerCalls)
-    meetings: Meetings = field(default_factory=Meetings)
+    joint_calls: JointCallCoordinator = field(default_factory=JointCallCoordinator)
 
 
 _DECISIONS = frozenset(
@@ -126,7 +126,7 @@ class Directory:
         live = list(self._live_ranks())
         decider = min(live, default=0)
         for store in self._stores.values():
-            store.meetings.departed(live)
+            store.joint_calls.departed(live)
         if decider == self._decider:
             return
         self._decider = decider
@@ -149,7 +149,7 @@ class Directory:
             for entry in waiting:
                 entry.incoming.fail(error)
             store.optimizers.fail_waiting(error)
-            store.meetings.fail(error, list(self._live_ranks()))
+            store.joint_calls.fail(error, list(self._live_ranks()))
 
     # -- keys --------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class Directory:
         store = self._stores.setdefault(number, _Store(mode))
         store.optimizers.meeting_begins()
         error = rebuild(kind, text) if kind else None
-        store.meetings.arrive(call, name, incoming, list(self._live_ranks()), error)
+        store.joint_calls.arrive(call, name, incoming, list(self._live_ranks()), error)
 
     def _done_together(self, incoming: Incoming) -> None:
         """Handle the deciding rank's report; forget the keys that it deleted."""
@@ -316,7 +316,7 @@ class Directory:
         store.optimizers.meeting_ended(failed=error is not None, others=others)
         ready = [entry for key, entry in store.entries.items() if key in store.ready]
         news = pack(pack_entries(ready), store.optimizers.num)
-        what = store.meetings.done(call, news, error)
+        what = store.joint_calls.done(call, news, error)
         if what == CLOSING and error is None:
             del self._stores[number]
             for waiting in [entry.incoming for entry in store.waiting]:

@@ -50,7 +50,7 @@ class LateReturn:
         clock: Callable[[], float],
         look_after_each_step: Callable[[Callable[[], bool]], None],
     ) -> None:
-        """Use a node's clock and the ``look_after_each_step`` of its errands.
+        """Use a node's clock and the ``look_after_each_step`` of its queue.
 
         It runs after the node's steps, not on a timer, since an ending node waits for its timers.
         """

@@ -106,7 +106,7 @@ class OptimizerCalls:
         self._shifts[rank] = self._shifts.get(rank, 0) + by
 
     def meeting_begins(self) -> None:
-        """Note that a joint call (``meetings.py``) begins, which may set an optimizer."""
+        """Note that a joint call (``joint_calls.py``) begins, which may set an optimizer."""
         self._num_before_meeting = self.num
 
     def meeting_ended(self, *, failed: bool, others: Iterable[int]) -> None:

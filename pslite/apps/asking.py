@@ -103,7 +103,7 @@ class Asker:
 
         with self._lock:
             heapq.heappush(self._heap, (-priority, next(self._sequence), start))
-        self.node.errands.call(self._start_first)
+        self.node.io_queue.call(self._start_first)
         # A node that has ended may never run a command that arrives after its last step.
         if self.node.error is not None:
             future.set_error(self.node.error)
@@ -124,7 +124,7 @@ class Asker:
             UsageError: the caller is on the I/O thread (in a callback) and would wait for itself.
             Exception: the error of the request.
         """
-        if self.node.errands.is_io_thread and not future.done():
+        if self.node.io_queue.is_io_thread and not future.done():
             raise UsageError(
                 "a callback must not wait: it runs on the I/O thread, which receives the "
                 "answers; continue in the callback of the request that you wait for"

@@ -312,7 +312,7 @@ class Communicator:
 
     def close(self) -> None:
         """Close the group; calls in flight by the servers continue."""
-        if self.node.errands.is_forked:  # the rings are still its parent's
+        if self.node.io_queue.is_forked:  # the rings are still its parent's
             return
         self._is_closed = True
         if self._rings is not None:
@@ -385,7 +385,7 @@ class Communicator:
             return CallKey(self._group, label, self._num_joins * _JOIN + self._counts[label])
 
     def _check_open(self) -> None:
-        self.node.errands.check_process()
+        self.node.io_queue.check_process()
         if self._is_closed:
             raise ClosedError("this Communicator was closed")
         if self._has_joined:

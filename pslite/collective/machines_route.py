@@ -25,7 +25,7 @@ from pslite.collective.arrays import Array, Bytes, flat, layout_of, receivers
 from pslite.collective.machines import Machines, arrays_of, empty_row
 from pslite.collective.pending_call import CallUnderWay
 from pslite.collective.server_route import ServerRoute
-from pslite.collective.shared_memory_calls import Description, Progress, Stream, Take
+from pslite.collective.shared_memory_algorithms import Description, Progress, Stream, Take
 from pslite.collective.shared_memory_driver import SharedMemoryDriver
 from pslite.collective.shared_memory_route import reducing
 from pslite.collective.sums import BFLOAT16, DTYPES, divide

@@ -73,7 +73,7 @@ class CollectiveServer:
         self._matcher: CallMatcher[_Message] = CallMatcher()
         self._known_gone: set[int] = set()
         #: Completes once this app takes requests; an error when there is one already.
-        self.registered: Future[None] = node.errands.perform(self._register)
+        self.registered: Future[None] = node.io_queue.perform(self._register)
         log_failure(node, self.registered)
 
     def _register(self) -> None:

@@ -1,7 +1,7 @@
 """Collective calls among workers of one machine, by rings of shared memory.
 
 For groups all of whose workers are on one machine. A caller that waits for a call carries it out:
-``Future.flush`` takes the steps of ``shared_memory_calls.py`` for two milliseconds, in which a
+``Future.flush`` takes the steps of ``shared_memory_algorithms.py`` for two milliseconds, in which a
 small call is over. After that, and for calls of many steps from the start, a thread does: the
 others must not wait for a member that looks at its result late. Every wait ends: a member that is
 lost, or leaves, ends all calls.
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from pslite.collective.shared_memory_calls import (
+from pslite.collective.shared_memory_algorithms import (
     Array,
     Begin,
     Description,

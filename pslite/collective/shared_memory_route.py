@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from pslite.collective.arrays import Array, Bytes, flat, layout_of, piece_for, receivers
-from pslite.collective.shared_memory_calls import Description, Reduce, Take
+from pslite.collective.shared_memory_algorithms import Description, Reduce, Take
 from pslite.collective.shared_memory_driver import SharedMemoryDriver
 from pslite.collective.sums import DTYPES, reduce_in_order
 from pslite.collective.wire import (

@@ -54,7 +54,7 @@ class CallWaits:
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
         self._node = asker.node
-        self._timer = self._node.errands.timers.new(self._look)
+        self._timer = self._node.io_queue.timers.new(self._look)
         self._lock = threading.Lock()  # guards the two below
         self._open: set[CallWait] = set()
         self._is_looking = False
@@ -66,7 +66,7 @@ class CallWaits:
             self._open.add(wait)
             is_first, self._is_looking = not self._is_looking, True
         if is_first:
-            self._node.errands.call(lambda: self._timer.set(self._node.clock() + _ASK_S))
+            self._node.io_queue.call(lambda: self._timer.set(self._node.clock() + _ASK_S))
         return wait
 
     def end(self, wait: CallWait) -> None:

@@ -14,7 +14,7 @@ from pslite.node.data import Traffic
 from pslite.node.failure_detector import FailureDetector, beat_at
 from pslite.node.office import Office
 from pslite.node.report import Reporter
-from pslite.protocol.membership import Gone, Hearsay
+from pslite.protocol.membership import Gone, LossReports
 from pslite.wire.messages import Beat, Leave, Members
 
 SCHEDULER = "scheduler"
@@ -41,13 +41,15 @@ class NodeControl(abc.ABC):
     def __init__(self, office: ControlOffice) -> None:
         self._office = office
         #: Timers until the cluster is complete: give up, log who is missing, send heartbeats.
-        self._deadline = office.errands.timers.new(lambda now: self._give_up(self._too_late(), now))
-        self._roster_line = office.errands.timers.new(self._say_who_is_missing)
-        self._beats = office.errands.timers.new(self._beat)
+        self._deadline = office.io_queue.timers.new(
+            lambda now: self._give_up(self._too_late(), now)
+        )
+        self._roster_line = office.io_queue.timers.new(self._say_who_is_missing)
+        self._beats = office.io_queue.timers.new(self._beat)
         #: The peers that get heartbeats before the roster exists.
         self._listeners: Iterable[str] = (SCHEDULER,)
         self._barrier_rounds: Counter[int] = Counter()
-        self._hearsay = Hearsay()
+        self._hearsay = LossReports()
 
     # -- gathering ---------------------------------------------------------------------
 
@@ -86,7 +88,7 @@ class NodeControl(abc.ABC):
         """
         about, reason = lost
         self._hearsay.note(speaker, about, reason, self._office.membership.title(about), until)
-        self._office.errands.timers.add(until, self._end_hearsay)
+        self._office.io_queue.timers.add(until, self._end_hearsay)
 
     def _end_hearsay(self) -> None:
         for node, reason in self._hearsay.ended(self._office.clock()):

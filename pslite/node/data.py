@@ -237,7 +237,7 @@ class Traffic:
 
         def work() -> None:
             outcomes = _outcomes(plane, run.jobs)
-            office.errands.call(lambda: self.carry_out(plane.finished(run.jobs, outcomes)))
+            office.io_queue.call(lambda: self.carry_out(plane.finished(run.jobs, outcomes)))
 
         office.pool.submit(run.lane, work)
 

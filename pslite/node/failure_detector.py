@@ -18,7 +18,7 @@ from pslite.ids import NodeInfo
 from pslite.node.address import machine_id, process_alive
 from pslite.node.data import Traffic
 from pslite.node.office import Office
-from pslite.protocol.liveness import PROCESS_GONE, Headway, Liveness, Lost
+from pslite.protocol.liveness import PROCESS_GONE, Liveness, Lost, ReconnectLoops
 from pslite.protocol.membership import Gone
 from pslite.van.base import Connected, Denied, Disconnected, TurnedAway, VanEvent
 from pslite.wire.messages import Beat
@@ -59,16 +59,16 @@ class FailureDetector:
         #: Call it with a peer and the time after each message from the peer.
         self.heard = self._liveness.heard
         self.silent_s = self._liveness.silent_s
-        self._headway = Headway()
+        self._headway = ReconnectLoops()
         #: The peers with a connection, watched or not.
         self._connected: set[str] = set()
         #: The known peers, by their names in the van.
         self._nodes: dict[str, NodeInfo] = {}
         #: When ``_judge_by_time`` is due next.
         self._judge_at = 0.0
-        self._beats = office.errands.timers.new(self._beat)
-        self._judgement = office.errands.timers.new(self._judge_by_time)
-        self._suspicion = office.errands.timers.new(self._look_at_suspects)
+        self._beats = office.io_queue.timers.new(self._beat)
+        self._judgement = office.io_queue.timers.new(self._judge_by_time)
+        self._suspicion = office.io_queue.timers.new(self._look_at_suspects)
         #: How many unknown connections the van has reported as refused.
         self.turned_away = 0
         #: Called after a node is gone.
@@ -79,7 +79,7 @@ class FailureDetector:
         self._beats.set(beat_at(self._office.config, now))
         self._judge_at = now
         self._judge_by_time(now)
-        self._office.errands.timers.every(_PROCESS_INTERVAL_S, self._look_at_processes)
+        self._office.io_queue.timers.every(_PROCESS_INTERVAL_S, self._look_at_processes)
 
     def add(self, peer: str, now: float, node: NodeInfo | None = None) -> None:
         """Watch a peer from now on; ``node`` is its entry in the roster, if known."""

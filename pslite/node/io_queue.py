@@ -1,9 +1,9 @@
 """The queue and the timers of a node's I/O thread.
 
 Other threads give it functions to call on the I/O thread: now, later, or after each step of its
-loop. ``postoffice.py`` calls them. Nothing here waits or holds a lock. Every errand runs, also if
-the node ends first. A thread that comes after the end runs its errand itself, and finds the node's
-error set. A forked child does not have an I/O thread, so its calls raise an error.
+loop. ``postoffice.py`` calls them. Nothing here waits or holds a lock. Every function is called,
+also if the node ends first. A thread that comes after the end calls its function itself, and finds
+the node's error set. A forked child does not have an I/O thread, so its calls raise an error.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pslite.future import Future
 class Timer:
     """A command with a time at which it is due. Made by ``Timers.new``."""
 
-    __slots__ = ("_timers", "command", "due", "is_errand")
+    __slots__ = ("_timers", "command", "due", "is_one_time")
 
     def __init__(
-        self, timers: Timers, command: Callable[[float], None], *, is_errand: bool = False
+        self, timers: Timers, command: Callable[[float], None], *, is_one_time: bool = False
     ) -> None:
         self._timers = timers
         self.command = command
         #: Whether to call it once, and at the end of the node if that is earlier.
-        self.is_errand = is_errand
+        self.is_one_time = is_one_time
         #: When to call it next; inf: not before the next ``set``.
         self.due = math.inf
 
@@ -59,7 +59,7 @@ class Timers:
 
         Commands that are due first are called first.
         """
-        Timer(self, lambda _: command(), is_errand=True).set(due)
+        Timer(self, lambda _: command(), is_one_time=True).set(due)
 
     def every(self, interval_s: float, command: Callable[[float], None]) -> None:
         """Schedule ``command`` for the next ``run``, and again after each interval."""
@@ -90,15 +90,15 @@ class Timers:
                 timer.due = math.inf
                 timer.command(now)
 
-    def errands(self) -> list[Timer]:
+    def one_time(self) -> list[Timer]:
         """Return the timers made by ``add`` that still wait, ordered by their times."""
-        return [timer for _, _, timer in sorted(self._waiting) if timer.is_errand]
+        return [timer for _, _, timer in sorted(self._waiting) if timer.is_one_time]
 
     def end(self) -> None:
         """Call each waiting command of ``add`` now, and drop all other timers."""
-        errands = self.errands()
+        waiting = self.one_time()
         self._waiting.clear()
-        for timer in errands:
+        for timer in waiting:
             timer.command(math.inf)
 
 
@@ -115,7 +115,7 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-class Errands:
+class IOQueue:
     """The queue of calls for a node's I/O thread; ``wake`` interrupts its poll."""
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float]) -> None:
@@ -219,7 +219,7 @@ class Errands:
     @property
     def has_work(self) -> bool:
         """Whether commands, timers of ``add`` or looks are waiting."""
-        return bool(self.commands or self.looks or self.timers.errands())
+        return bool(self.commands or self.looks or self.timers.one_time())
 
     def end(self) -> None:
         """Run all waiting commands and timers of ``add``, after the last step."""

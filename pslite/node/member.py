@@ -58,7 +58,7 @@ class MemberControl(NodeControl):
         self._waiting: Waiting | None = None
         self._barriers: dict[tuple[int, int], Future[None]] = {}
         self._scheduler_error: NodeLostError | None = None
-        self._warning = office.errands.timers.new(self._warn)
+        self._warning = office.io_queue.timers.new(self._warn)
         self._leaving = False
         #: Workers that have left according to the scheduler, and whose own goodbye is in flight.
         self._goodbyes: set[str] = set()

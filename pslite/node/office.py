@@ -10,7 +10,7 @@ from pslite.future import Future
 from pslite.ids import NodeInfo, Role
 from pslite.memory.sharing import Sharing
 from pslite.node.customer import Customers
-from pslite.node.io_queue import Errands
+from pslite.node.io_queue import IOQueue
 from pslite.node.links import Delivery, Links
 from pslite.node.log import Log
 from pslite.node.pool import Pool
@@ -52,7 +52,7 @@ class Office(Protocol):
     clock: Callable[[], float]
     pool: Pool
     van: Van
-    errands: Errands
+    io_queue: IOQueue
     sharing: Sharing
     links: Links
     membership: Membership

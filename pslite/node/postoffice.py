@@ -27,7 +27,7 @@ from pslite.memory.sharing import Sharing
 from pslite.node.customer import Customers, Handler, Reply
 from pslite.node.data import TICK_INTERVAL_S, Traffic
 from pslite.node.failure_detector import FailureDetector
-from pslite.node.io_queue import Errands
+from pslite.node.io_queue import IOQueue
 from pslite.node.links import TELL_BYTES, Delivery, Links
 from pslite.node.log import Log
 from pslite.node.message_filter import FROM_MEMBERS, Admission
@@ -35,7 +35,7 @@ from pslite.node.office import Control
 from pslite.node.pool import InlinePool, Pool
 from pslite.node.report import Reporter
 from pslite.node.same_machine import MESSAGES as NEARBY
-from pslite.node.same_machine import Nearby
+from pslite.node.same_machine import LocalPeers
 from pslite.node.shutdown import Shutdown, Unheard, wait_until
 from pslite.plane import Transfer
 from pslite.protocol.membership import Membership
@@ -71,12 +71,12 @@ class Postoffice:
         self.clock = clock
         self.pool: Pool = pool if pool is not None else InlinePool()
         self.van = van
-        self.errands = Errands(van.wake, clock)
-        self.gate = Admission(takes_registrations=config.role == Role.SCHEDULER.value)
+        self.io_queue = IOQueue(van.wake, clock)
+        self.admission = Admission(takes_registrations=config.role == Role.SCHEDULER.value)
         self.heap = Heap(
             shared=config.shm,
             limit_bytes=config.shm_bytes,
-            announce=lambda: self.errands.call(self.nearby.offer_segments),
+            announce=lambda: self.io_queue.call(self.nearby.offer_segments),
             warn=log.warn,
         )
         self.sharing = Sharing(self.heap)
@@ -89,12 +89,12 @@ class Postoffice:
             # Tell acceptances early enough that a sender does not wait for credits.
             tell_bytes=min(TELL_BYTES, config.credit_bytes // 8),
             trace=log.trace if config.verbose >= 2 else None,
-            objection=self.gate.objection,
+            objection=self.admission.objection,
         )
         self.membership = Membership(Role(config.role))
-        self.customers = Customers(self._send_to_app, self.errands.call)
+        self.customers = Customers(self._send_to_app, self.io_queue.call)
         self.traffic = Traffic(self)
-        self.nearby: Nearby = Nearby(self)
+        self.nearby: LocalPeers = LocalPeers(self)
         self.watch = FailureDetector(self, self.traffic)
         self.reporter = Reporter(self, self.traffic)
         #: Completes with this node's entry once the cluster is complete.
@@ -139,7 +139,7 @@ class Postoffice:
         self.nearby.begin(info, roster)
         for node in self.membership.neighbours():
             self.watch.add(node.uid, now, node)
-        for delivery in self.gate.complete({node.uid: node.role for node in roster}):
+        for delivery in self.admission.complete({node.uid: node.role for node in roster}):
             self._dispatch(delivery, now)
         self.nearby.offer_segments()
         self.nearby.offer_pipes()
@@ -154,7 +154,7 @@ class Postoffice:
         A worker opens them, at most 16, and uses each as soon as it is open. The number never
         decreases.
         """
-        self.errands.call(lambda: self.nearby.spread(connections))
+        self.io_queue.call(lambda: self.nearby.spread(connections))
 
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
         """Return memory to send from: flat and uninitialized. From any thread.
@@ -163,7 +163,7 @@ class Postoffice:
         neighbours in memory, as far as possible. Peers on this machine read the memory directly, so
         it must not change until they are done with it: see ``pslite/memory``.
         """
-        self.errands.check_process()  # a child would use the memory of its parent
+        self.io_queue.check_process()  # a child would use the memory of its parent
         return self.heap.buffer(nbytes, lasting=lasting)
 
     def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
@@ -186,16 +186,16 @@ class Postoffice:
     def call(self, command: Callable[[], None]) -> None:
         """Schedule ``command`` for the I/O thread; return at once. From any thread.
 
-        This is for apps; the project's own code uses ``errands``.
+        This is for apps; the project's own code uses ``io_queue``.
 
         Raises:
             UsageError: this is a forked child, which does not have an I/O thread.
         """
-        self.errands.call(command)
+        self.io_queue.call(command)
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Start pushes, pulls or both. From any thread of a worker."""
-        self.errands.call(lambda: self.traffic.submit(transfers))
+        self.io_queue.call(lambda: self.traffic.submit(transfers))
 
     def request(
         self,
@@ -223,7 +223,7 @@ class Postoffice:
             self.customers.ask(nodes, app, customer, head, body, payload, future)
 
         self.traffic.send_joined()  # earlier pushes are sent before this request
-        self.errands.call(ask)
+        self.io_queue.call(ask)
         return future
 
     def barrier(self, group: int, timeout_s: float | None = None) -> Future[None]:
@@ -243,7 +243,7 @@ class Postoffice:
             self.control.enter_barrier(group, limit_s, future)
 
         self.traffic.send_joined()
-        self.errands.call(enter)
+        self.io_queue.call(enter)
         return future
 
     def report_long_wait(self) -> None:
@@ -253,23 +253,23 @@ class Postoffice:
             if self.error is None:
                 self.send(SCHEDULER_ID, LongWait())
 
-        self.errands.call(report)
+        self.io_queue.call(report)
 
     def add_app(self, app: int, handler: Handler) -> Future[None]:
         """Register an app (``customer.py``). From any thread."""
-        return self.errands.perform(lambda: self.customers.add(app, handler))
+        return self.io_queue.perform(lambda: self.customers.add(app, handler))
 
     def remove_app(self, app: int) -> None:
         """Remove an app. From any thread."""
-        self.errands.call(lambda: self.customers.remove(app))
+        self.io_queue.call(lambda: self.customers.remove(app))
 
     # -- the loop ----------------------------------------------------------------------
 
     def start_thread(self) -> None:
         """Start the I/O thread, which runs the node."""
         name = f"pslite-io-{self.config.role}-{self.links.incarnation & 0xFFFF:x}"
-        self.errands.thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self.errands.thread.start()
+        self.io_queue.thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self.io_queue.thread.start()
 
     def _loop(self) -> None:
         # The script may want SIGPIPE to end it, but here it only means that a peer has stopped.
@@ -291,16 +291,16 @@ class Postoffice:
         now, config = self.clock(), self.config
         self.watch.begin(now)
         self.control.begin(now)
-        self.errands.timers.every(
+        self.io_queue.timers.every(
             min(TICK_INTERVAL_S, config.report_after_s / 2), self.traffic.tick
         )
         limit_s = config.rendezvous_timeout_s
-        self.errands.timers.every(_EARLY_S, lambda now: self.customers.expire(now - limit_s))
+        self.io_queue.timers.every(_EARLY_S, lambda now: self.customers.expire(now - limit_s))
 
     def step(self, timeout_s: float | None) -> bool:
         """Wait for work, at most ``timeout_s``, and do it; return whether there was any."""
         due = self.next_due()
-        wait_s = 0.0 if self.errands.commands else max(0.0, due - self.clock())
+        wait_s = 0.0 if self.io_queue.commands else max(0.0, due - self.clock())
         events = self.van.poll(wait_s if timeout_s is None else min(timeout_s, wait_s))
         now = self.clock()
         worked = bool(events)
@@ -312,22 +312,22 @@ class Postoffice:
                     self._dispatch(delivery, now)
             else:
                 self.watch.told(event, now)
-        worked |= self.errands.run()
+        worked |= self.io_queue.run()
         if now >= due:  # timers that became due after ``due`` was read run in the next step
             self.links.resend(now)
-            self.errands.timers.run(now)
-            self.errands.run()
+            self.io_queue.timers.run(now)
+            self.io_queue.run()
         if self.traffic.worker.outbox:
             self.traffic.send_queued(now)
         self.links.flush(self.membership.epoch, now)
-        if self.errands.looks:
-            self.errands.look()
+        if self.io_queue.looks:
+            self.io_queue.look()
         return worked
 
     def next_due(self) -> float:
         """Return when ``step`` must run even if no event arrives."""
         return min(
-            self.errands.timers.next_due(),
+            self.io_queue.timers.next_due(),
             self.links.next_due(),
             self.van.next_due(),
         )
@@ -343,7 +343,7 @@ class Postoffice:
     def _send_to_app(self, node: int, message: Request | Response, frames: Sequence[Any]) -> None:
         if self.info is not None and node == self.info.node_id:
             delivery = Delivery(self.info.uid, self.info.incarnation, 0, message, frames)
-            self.errands.call(lambda: self._dispatch(delivery, self.clock()))
+            self.io_queue.call(lambda: self._dispatch(delivery, self.clock()))
             return
         self.send(node, message, frames)
 
@@ -356,7 +356,7 @@ class Postoffice:
             if kind not in FROM_MEMBERS:
                 self.control.handle(delivery, now)
             elif node is None:
-                self.gate.keep(delivery)
+                self.admission.keep(delivery)
             elif isinstance(message, Request):
                 self.customers.request_arrived(node, message, frames, now)
             elif isinstance(message, Response):
@@ -395,7 +395,7 @@ class Postoffice:
         """
         if self.shutdown is None:
             self.shutdown = Shutdown(self, self.traffic, self.unheard)
-            self.errands.call(self.shutdown.begin)
+            self.io_queue.call(self.shutdown.begin)
         return self.shutdown.done
 
     def close(self, *, goodbye: bool = True) -> None:
@@ -409,14 +409,14 @@ class Postoffice:
             PSError: with ``goodbye``: the node is closed, but a push was not applied, and no caller
                 has received the error. It is a ``DeadlineError`` if peers did not accept the push.
         """
-        thread = self.errands.thread
-        if thread is None or self._closing or self.errands.is_forked:
+        thread = self.io_queue.thread
+        if thread is None or self._closing or self.io_queue.is_forked:
             return
         try:
             if goodbye and self.info is not None and thread.is_alive():
                 self.leave().result()
         finally:
-            self.errands.call(self._stop)
+            self.io_queue.call(self._stop)
             thread.join(_STOP_S)
             if not self.pool.close(_STOP_S):
                 self.log.warn("the node was closed while its thread pool still applied pushes")
@@ -429,7 +429,7 @@ class Postoffice:
 
         Not on the I/O thread. If they have, no peer reads the memory of pushes any more.
         """
-        wait_until(self.errands, self.links.everything_accepted, time.monotonic() + _ACCEPTANCE_S)
+        wait_until(self.io_queue, self.links.everything_accepted, time.monotonic() + _ACCEPTANCE_S)
 
     def _stop(self) -> None:
         """Stop the loop after this step."""
@@ -444,7 +444,7 @@ class Postoffice:
         self.fail(ClosedError("the node was closed"))
         if self.shutdown is not None:
             self.shutdown.done.set_result(None)
-        self.errands.end()
+        self.io_queue.end()
         self.customers.close()
         self.traffic.close()
         self.sharing.close()

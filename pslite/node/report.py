@@ -59,7 +59,7 @@ class Reporter:
         # Check the pool first: finished work becomes a command before it counts as done.
         return (
             office.pool.num_jobs > 0
-            or office.errands.has_work
+            or office.io_queue.has_work
             or traffic.worker.num_unsent > 0
             or traffic.is_applying
             or office.customers.is_at_work

@@ -1,4 +1,4 @@
-"""``Nearby``: offers shared memory and pipes to nodes of one machine.
+"""``LocalPeers``: offers shared memory and pipes to nodes of one machine.
 
 It also handles the offers of other nodes. ``memory/`` has the memory itself, ``van/zmq/pipes.py``
 the pipes. On the I/O thread.
@@ -18,7 +18,7 @@ from pslite.wire.messages import Message, PipeOffer, SegmentOffer, SegmentTaken
 MESSAGES = (SegmentOffer, SegmentTaken, PipeOffer)
 
 
-class Nearby:
+class LocalPeers:
     """The shared memory and pipes of one node."""
 
     def __init__(self, office: Office) -> None:
@@ -73,7 +73,7 @@ class Nearby:
                 for offer in office.sharing.offers(node.uid, now):
                     office.send(node.node_id, offer)
                     # Wakes the loop then: from that time, values do not wait for the answer.
-                    office.errands.timers.add(now + PATIENCE_S, lambda: None)
+                    office.io_queue.timers.add(now + PATIENCE_S, lambda: None)
 
     def _segment_offered(self, peer: str, node: int, offer: SegmentOffer) -> None:
         office, info = self._office, self._here.get(node)

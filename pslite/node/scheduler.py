@@ -67,14 +67,14 @@ class SchedulerControl(NodeControl):
         #: Van names of the nodes that wait for the roster.
         self._listeners = self._waiting = dict[str, NodeInfo]()
         #: The timer for the earliest time limit of a barrier.
-        self._impatience = office.errands.timers.new(self._give_up_barriers)
+        self._impatience = office.io_queue.timers.new(self._give_up_barriers)
 
     # -- gathering ---------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
         super().begin(now)
         self._rendezvous.begin(now)
-        self._office.errands.timers.every(_LOOK_INTERVAL_S, self._report_barriers)
+        self._office.io_queue.timers.every(_LOOK_INTERVAL_S, self._report_barriers)
 
     def handle(self, delivery: Delivery, now: float) -> None:
         message = delivery.message

@@ -27,7 +27,7 @@ from pslite.errors import DeadlineError
 from pslite.future import Future
 from pslite.ids import Role
 from pslite.node.data import Traffic
-from pslite.node.io_queue import Errands
+from pslite.node.io_queue import IOQueue
 from pslite.node.office import Office
 
 T = TypeVar("T")
@@ -153,13 +153,13 @@ class Shutdown:
         node = self._node
         self._traffic.worker.tell_failures(self._unheard.note)
         self._traffic.send_joined()
-        node.errands.look_after_each_step(self._look)
+        node.io_queue.look_after_each_step(self._look)
         self._look_again()
 
     def _look_again(self) -> None:
         if not self.done.done():
             node = self._node
-            node.errands.timers.add(node.clock() + _LOOK_S, self._look_again)
+            node.io_queue.timers.add(node.clock() + _LOOK_S, self._look_again)
 
     def _look(self) -> bool:
         node = self._node
@@ -179,7 +179,7 @@ class Shutdown:
     def _is_over(self) -> bool:
         """Return whether all messages are accepted and, after the goodbye, answered."""
         node = self._node
-        is_accepted = not node.errands.commands and self._traffic.worker.everything_sent
+        is_accepted = not node.io_queue.commands and self._traffic.worker.everything_sent
         if not is_accepted or not node.links.everything_accepted():
             return False
         if node.role is Role.SERVER:
@@ -259,7 +259,7 @@ def _amount(count: int, nbytes: int) -> str:
     return f"{messages} ({nbytes / 1e6:.1f} MB)" if nbytes else messages
 
 
-def wait_until(errands: Errands, condition: Callable[[], bool], limit: float) -> bool:
+def wait_until(io_queue: IOQueue, condition: Callable[[], bool], limit: float) -> bool:
     """Wait until ``condition()`` is true; the I/O thread checks it after each step.
 
     From any other thread; ``limit`` is a time of ``time.monotonic``. Returns whether it is true.
@@ -271,5 +271,5 @@ def wait_until(errands: Errands, condition: Callable[[], bool], limit: float) ->
             met.set()
         return met.is_set() or time.monotonic() >= limit
 
-    errands.call(lambda: errands.look_after_each_step(look))
+    io_queue.call(lambda: io_queue.look_after_each_step(look))
     return met.wait(max(0.0, limit - time.monotonic()))

@@ -33,13 +33,13 @@ from pslite.node.member import MemberControl
 from pslite.node.pool import Pool, ThreadPool
 from pslite.node.postoffice import Postoffice
 from pslite.node.scheduler import SchedulerControl
-from pslite.scarcity import check_files, check_threads, scarcity_told
+from pslite.resource_limits import check_files, check_threads, scarcity_told
 from pslite.security import mechanism_of
 from pslite.van.base import Van
 from pslite.van.zmq.addresses import (
     LOOK_AGAIN_S,
     HostAddresses,
-    Whereabouts,
+    HostResolver,
     format_address,
     resolve,
     without_key,
@@ -138,7 +138,7 @@ def _begun(
 def _pool_failed(node: Postoffice, error: BaseException) -> None:
     """End the node: work of the pool raised, so a request will not be answered."""
     node.log.error(f"a task of the thread pool failed: {describe(error)[1]}")
-    node.errands.call(lambda: node.fail(as_failure(error)))
+    node.io_queue.call(lambda: node.fail(as_failure(error)))
 
 
 def make_node(
@@ -241,7 +241,7 @@ def wait_for_address(config: Config, log: Log) -> HostAddresses:
     """
     name, limit_s = config.root_uri, config.rendezvous_timeout_s
     news = threading.Event()
-    place = Whereabouts(name, news.set)
+    place = HostResolver(name, news.set)
     began_at = now = time.monotonic()
     say_at = now + config.roster_interval_s
     while place.known is None:

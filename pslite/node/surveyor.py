@@ -14,8 +14,9 @@ from pslite.errors import ConfigError, ProtocolError
 from pslite.ids import SCHEDULER_ID, NodeId, NodeInfo, Role
 from pslite.node.control import ControlOffice
 from pslite.protocol.barrier import Barriers
+from pslite.protocol.deadlocks import DeadlockDetector
 from pslite.protocol.membership import Rendezvous
-from pslite.protocol.surveys import Looks, Surveys
+from pslite.protocol.surveys import Surveys
 from pslite.wire.codec import MAX_HEADER_BYTES
 from pslite.wire.messages import Refused, StatusQuestion, StatusReport, StatusSurvey
 from pslite.wire.survey import (
@@ -57,9 +58,9 @@ class Surveyor:
         self._rendezvous = rendezvous
         self._barriers = barriers
         self._surveys: Surveys[NodeReport] = Surveys()
-        self._looks = Looks()
+        self._deadlocks = DeadlockDetector()
         self._on_deadlock = on_deadlock
-        self._timer = office.errands.timers.new(self.tick)
+        self._timer = office.io_queue.timers.new(self.tick)
 
     def asked(self, peer: str, message: StatusQuestion, now: float) -> None:
         """Handle an observer's question about the job's status."""
@@ -84,7 +85,7 @@ class Surveyor:
     def long_wait(self, worker: int, now: float) -> None:
         """Handle a worker's report that one of its threads waits for a long time."""
         if len(self._office.membership.live(Role.WORKER)) == self._office.config.num_workers:
-            self._looks.long_wait(worker, self._office.config.num_workers, now)
+            self._deadlocks.long_wait(worker, self._office.config.num_workers, now)
         self.tick(now)
 
     def reported(self, node: int, message: StatusReport, now: float) -> None:
@@ -101,7 +102,7 @@ class Surveyor:
 
     def tick(self, now: float) -> None:
         """Answer observers whose survey is complete or whose time limit has passed."""
-        if self._looks.take_due(now):
+        if self._deadlocks.take_due(now):
             self._ask(_LOOKS, 0, now)
         served = dict(self._surveys.take_served(now))
         if served.pop(_LOOKS, None) is not None:
@@ -110,7 +111,7 @@ class Surveyor:
             body = body_of(self._survey(now))
             for peer, question in served.items():
                 self._office.links.send_unnumbered(peer, StatusSurvey(question, body))
-        times = (self._surveys.next_due(), self._looks.due_at)
+        times = (self._surveys.next_due(), self._deadlocks.due_at)
         self._timer.set(min((time for time in times if time is not None), default=math.inf))
 
     # -- whether the workers wait for each other ---------------------------------------
@@ -122,7 +123,7 @@ class Surveyor:
         moved: dict[int, int] = {
             node: report.moved for node, report in reports.items() if node not in gone
         }
-        if self._looks.seen(moved, len(roster) + 1, now):
+        if self._deadlocks.seen(moved, len(roster) + 1, now):
             calls = {
                 node.rank: reports[node.node_id].calls
                 for node in roster

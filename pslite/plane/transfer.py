@@ -129,7 +129,7 @@ class Transfer:
         return found
 
     def fail(self, index: int, error: BaseException) -> None:
-        """Fail one part."""
+        """Note that one part has failed, and count it as answered."""
         self._note(index, error)
         self._settle(1)
 

@@ -68,7 +68,7 @@ VAIN_CONNECTIONS = 10
 VAIN_S = 30.0
 
 
-class Headway:
+class ReconnectLoops:
     """Detects connections that break again and again before a message is complete.
 
     Each attempt sends a message from its start. Without this check, such a job would never end and

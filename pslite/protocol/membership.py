@@ -4,7 +4,7 @@
 missing. Ranks are stable: a node that requests a rank (the launcher's order) gets it, and the
 others get free ranks in the order of registration. Host names do not matter (ps-lite sorts by
 them). ``Membership`` is every node's view after that: the members, the epoch, and the gone nodes.
-``Hearsay`` has reports of members about others. Such a report alone does not remove a member.
+``LossReports`` has reports of members about others. Such a report alone does not remove a member.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class _Said:
     """Why the reporting member is gone itself; None if it is not."""
 
 
-class Hearsay:
+class LossReports:
     """Reports of lost nodes by members, and the members that wait for them.
 
     The scheduler decides from its own observations which node is lost, so that a member cannot

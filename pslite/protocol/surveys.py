@@ -1,27 +1,18 @@
-"""``Surveys``: status requests of the scheduler, and deadlocks. Pure.
+"""``Surveys``: when to ask nodes for their status, and whom to answer. Pure.
 
-``Surveys`` decides for observers, and ``Looks`` for the search for deadlocks, which asks like an
-observer. ``pslite/node/surveyor.py`` uses both.
+Observers ask, and so does the search for deadlocks (``deadlocks.py``). ``pslite/node/surveyor.py``
+uses both.
 
 One survey runs at a time, and everyone who asks in that time gets its result. A survey that began
 a moment ago is used again, so that frequent questions do not make the nodes busy. No asker is
 answered more often than that, so that unread answers do not pile up. A survey ends when all nodes
 have answered or ``ANSWER_S`` has passed, so a stopped node does not delay askers. At most
 ``MAX_ASKERS`` may wait.
-
-A worker reports when one of its waits has lasted long. Once all workers have, the scheduler asks
-every node for two things: whether it can act only after a message arrives, and a number that
-changes with each message. If all nodes answer yes, and answer a second round of questions, asked
-after all first answers, with yes and the same numbers, then there was a moment between the rounds
-when no node could act and no message was in flight. So no node will ever act again, whatever
-calls they wait in. This is how the end of a distributed computation is detected (F. Mattern,
-"Algorithms for distributed termination detection", Distributed Computing 2, 1987). If a node does
-not answer, is busy or has a new number, the search ends until all workers have reported again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -32,10 +23,6 @@ FRESH_S = 0.5
 """A survey that is younger than this is used again."""
 MAX_ASKERS = 64
 """The most waiting askers; a further one replaces the oldest."""
-PAUSE_S = 1.0
-"""The time between two rounds of questions; more than ``FRESH_S``, so that both are asked."""
-AGAIN_S = 10.0
-"""An unfinished round of questions is repeated after this time, which exceeds ``ANSWER_S``."""
 
 
 class Surveys(Generic[T]):
@@ -95,43 +82,3 @@ class Surveys(Generic[T]):
         if self._due_at is not None or not self._askers:
             return self._due_at
         return min(self._told.get(asker, 0.0) + FRESH_S for asker in self._askers)
-
-
-class Looks:
-    """The detection that all workers of a job wait for each other."""
-
-    def __init__(self) -> None:
-        #: When to ask the next question.
-        self.due_at: float | None = None
-        #: Workers that have reported a long wait since the last result.
-        self._waiting: set[int] = set()
-        self._before: dict[int, int] | None = None
-
-    def long_wait(self, worker: int, num_workers: int, now: float) -> None:
-        """Note that a thread of ``worker`` has waited for a long time."""
-        self._waiting.add(worker)
-        if self.due_at is None and len(self._waiting) == num_workers:
-            self.due_at = now
-
-    def take_due(self, now: float) -> bool:
-        """Return whether to ask all nodes now."""
-        if self.due_at is None or now < self.due_at:
-            return False
-        self.due_at = now + AGAIN_S
-        return True
-
-    def seen(self, moved: Mapping[int, int], num_nodes: int, now: float) -> bool:
-        """Check the nodes' numbers; return whether all nodes are stuck for ever.
-
-        ``moved`` has -1 for a node that may act, and lacks nodes without an answer. ``num_nodes``
-        is how many should have answered.
-        """
-        before, self._before = self._before, None
-        self.due_at = None
-        is_still = len(moved) == num_nodes and min(moved.values()) >= 0
-        if is_still and before is None:
-            self._before = dict(moved)
-            self.due_at = now + PAUSE_S
-            return False
-        self._waiting.clear()
-        return is_still and moved == before

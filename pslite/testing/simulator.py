@@ -249,7 +249,7 @@ class Simulation:
     def finish(self, limit_s: float = 300.0) -> None:
         """Let all workers say goodbye, and wait for servers and scheduler to be finished."""
         for node in self.workers:
-            node.errands.call(node.control.say_goodbye)
+            node.io_queue.call(node.control.say_goodbye)
         ends = [node.finished for node in self.servers]
         self._until(lambda: all(end.done() for end in ends), [], self.now + limit_s)
 

@@ -240,9 +240,11 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
     if layout is None:
         raise ProtocolError(f"unknown message type {header[1]!r:.60}")
     _, _, job, epoch, sender, receiver, sequence, accepted, also, shared = header[:_ENVELOPE_FIELDS]
-    if type(job) is not str or len(job) > MAX_JOB_BYTES:
+    if type(job) is not str:
+        raise ProtocolError(f"expected a job id, got {job!r:.60}")
+    if len(job) > MAX_JOB_BYTES:
         raise ProtocolError(
-            f"expected a job id of at most {MAX_JOB_BYTES} characters, got {job!r:.60}"
+            f"expected a job id of at most {MAX_JOB_BYTES} characters, got {len(job)}"
         )
     if type(also) is not bytes or type(shared) is not bytes:
         found = f"{type(also).__name__} and {type(shared).__name__}"

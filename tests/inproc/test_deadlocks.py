@@ -278,7 +278,7 @@ def test_what_a_node_reports_changes_with_each_message() -> None:
             def look() -> None:
                 counts.append(server.reporter.report(server.clock()).moved)
 
-            wait_for(lambda: (server.errands.perform(look).result(LIMIT_S), counts[-1] >= 0)[1])
+            wait_for(lambda: (server.io_queue.perform(look).result(LIMIT_S), counts[-1] >= 0)[1])
             return counts[-1]
 
         before = counted()

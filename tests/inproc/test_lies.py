@@ -59,7 +59,7 @@ def tell(liar: pslite.Postoffice, receivers: Sequence[int], message: Message) ->
         for receiver in receivers:
             liar.send(receiver, message)
 
-    liar.errands.perform(send).result(LIMIT_S)
+    liar.io_queue.perform(send).result(LIMIT_S)
 
 
 def rounds_go_on(cluster: InprocCluster) -> None:
@@ -173,7 +173,7 @@ def test_pushes_that_a_member_says_are_of_an_earlier_epoch_are_bounded_and_round
                     message = Exchange(True, False, (part,) * 3, rounds, (8,) * 3)
                     liar.links.send(uid, message, [bytes(24)], 0, liar.clock())
 
-    liar.errands.perform(lie).result(LIMIT_S)
+    liar.io_queue.perform(lie).result(LIMIT_S)
     wait_until(lambda: liar.links.everything_accepted(list(planes)))
     noted = [sum(map(len, plane._stale.values())) for plane in planes.values() if plane]
     assert sorted(noted) == [0, 3], "three for the one part that there is, on its server"

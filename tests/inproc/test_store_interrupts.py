@@ -143,7 +143,7 @@ def test_a_forked_child_is_refused_at_once_whatever_waits_in_the_parent() -> Non
                 refused += 1
 
         node = kv.node
-        pid, node.errands._pid = node.errands._pid, os.getpid() + 1  # as a child sees it
+        pid, node.io_queue._pid = node.io_queue._pid, os.getpid() + 1  # as a child sees it
         try:
             for call in (
                 lambda: kv.push("w", ones()),
@@ -153,7 +153,7 @@ def test_a_forked_child_is_refused_at_once_whatever_waits_in_the_parent() -> Non
             ):
                 in_time(lambda call=call: use(call))
         finally:
-            node.errands._pid = pid
+            node.io_queue._pid = pid
             held.set()
         assert refused == 4
         assert kv.pull("w").tolist() == [1, 1, 1, 1]

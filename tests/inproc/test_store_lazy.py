@@ -186,7 +186,7 @@ def test_what_was_pushed_goes_out_before_anything_else_is_asked_for(then: str) -
         kv.init("w", np.zeros(3, np.float32))
         assert workers.cluster is not None
         (node,) = workers.cluster.workers
-        node.errands.call_later = lambda delay_s, command: None  # type: ignore[method-assign]
+        node.io_queue.call_later = lambda delay_s, command: None  # type: ignore[method-assign]
         pushed = kv.push_async("w", np.ones(3, np.float32))  # type: ignore[attr-defined]
         if then == "result":
             pushed.result(LIMIT_S)

@@ -211,8 +211,8 @@ def test_a_slow_optimizer_does_not_keep_a_server_from_answering_others() -> None
         for _ in range(8):
             store.pushpull("w", np.ones(3, np.float32))
         (server,) = cluster.servers
-        assert server.errands.thread is not None
-        on_io = [name == server.errands.thread.name for name in Slow.threads]
+        assert server.io_queue.thread is not None
+        on_io = [name == server.io_queue.thread.name for name in Slow.threads]
         assert on_io[0]
         assert not any(on_io[-3:])
         assert store.pull("w").tolist() == [8.0] * 3

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.launch.backends.hosts import Host
 from kvstore.launch.backends.rsync import copy_to_hosts, place, rsync_argv, sync_refusal
-from kvstore.launch.backends.ssh_login import ssh_options
+from kvstore.launch.backends.ssh_command import ssh_options
 from kvstore.launch.options import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -78,7 +78,7 @@ BUGS = [
     ),
     Bug(
         "a leader hands down what has not come from the servers",
-        "pslite/collective/shared_memory_calls.py",
+        "pslite/collective/shared_memory_algorithms.py",
         "if self._ready < min(upto, len(self.data)):",
         "if self._ready < 0:",
         f"{_MACHINES}::test_sums_are_in_the_order_of_machines_bit_by_bit",
@@ -107,7 +107,7 @@ BUGS = [
     Bug(
         "a forked child that closes a group ends the calls of its parent",
         "pslite/collective/communicator.py",
-        "if self.node.errands.is_forked:  # the rings are still its parent's",
+        "if self.node.io_queue.is_forked:  # the rings are still its parent's",
         "if False:",
         f"{_CALLS}::test_a_forked_child_that_closes_a_group_leaves_it_to_its_parent",
     ),

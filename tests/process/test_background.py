@@ -13,8 +13,8 @@ import pytest
 
 from kvstore.errors import JobFailed
 from kvstore.launch.run.background import _START, JobOptions, LauncherOutput
+from kvstore.launch.run.call_files import dump
 from kvstore.launch.run.job import RunningJob
-from kvstore.launch.run.parcels import dump
 from pslite.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]

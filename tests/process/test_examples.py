@@ -215,7 +215,7 @@ def test_a_growing_table_learns_of_those_who_come_again_and_stays_within_its_lim
     whole, changes = (int(number) for number in re.findall(r"\d+", exports))
     assert changes < whole
     made, evicted, *_ = (int(number) for number in re.findall(r"\d+", rows))
-    # Strangers, of whom there were 200,000, got no rows.
+    # RejectedConnections, of whom there were 200,000, got no rows.
     assert made < 2000 and made - evicted == 1200
     used, limit = (int(number) for number in re.findall(r"\d+", memory))
     assert used <= limit

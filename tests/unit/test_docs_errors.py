@@ -25,7 +25,7 @@ from kvstore.launch.job.lifecycle import Exit
 from kvstore.launch.job.report import EndedProcess, failure_block
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.run.background import LauncherExit, LauncherOutput, first_cause
-from kvstore.launch.run.parcels import WorkerAnswer, value_of
+from kvstore.launch.run.call_files import WorkerAnswer, value_of
 from kvstore.server import install
 from kvstore.stores.dist.store import create_dist
 from pslite.errors import PSError

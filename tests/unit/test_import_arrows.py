@@ -19,7 +19,7 @@ LEAVES = frozenset(
         "pslite.ids",
         "pslite.config",
         "pslite.future",
-        "pslite.scarcity",
+        "pslite.resource_limits",
         "pslite.security",
         "pslite.version",
     }
@@ -44,7 +44,7 @@ PUBLIC = frozenset(
         "pslite.ids",
         "pslite.node.log.try_to_stderr",
         "pslite.plane",
-        "pslite.scarcity.allow_files",
+        "pslite.resource_limits.allow_files",
         "pslite.security.read_key",
         "pslite.wire.survey",
         "pslite.version",
@@ -164,7 +164,7 @@ def _all_of(module: str) -> list[str]:
 
 #: The runtime's parts from below: none imports one of a later line.
 LEVELS = (
-    ("errors", "ids", "config", "future", "version", "scarcity", "security"),
+    ("errors", "ids", "config", "future", "version", "resource_limits", "security"),
     ("wire",),
     ("memory",),
     ("van",),
@@ -269,8 +269,8 @@ def _reads_environment(node: ast.AST) -> bool:
 def test_nothing_is_unpickled_but_the_files_of_run() -> None:
     """Which come from the user's own directory; nothing that has to do with peers uses them."""
     loaders = {name for package in CODE_LOADERS for name in importers(package)}
-    assert loaders == {"kvstore.launch.run.parcels"}
-    assert importers("kvstore.launch.run.parcels") == {
+    assert loaders == {"kvstore.launch.run.call_files"}
+    assert importers("kvstore.launch.run.call_files") == {
         "kvstore.launch.run",
         "kvstore.launch.run.background",
         "kvstore.launch.run.job",

@@ -226,11 +226,11 @@ def _check(contributions: Sequence[Flat], out: Flat) -> None:
     # NumPy would broadcast a contribution of length 1 to the whole block without an error.
     if not contributions:
         raise ValueMismatchError("a sum needs at least one contribution, got none")
-    for contribution in contributions:
+    for index, contribution in enumerate(contributions):
         if contribution.shape != out.shape or contribution.ndim != 1:
             raise ValueMismatchError(
-                f"a contribution must have the shape of the sum, {out.shape}, got "
-                f"{contribution.shape}"
+                f"contribution {index} must be a flat array of {out.size} elements, like the "
+                f"sum, got shape {contribution.shape}"
             )
         if contribution.dtype != contributions[0].dtype:
             raise ValueMismatchError(

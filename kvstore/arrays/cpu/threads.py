@@ -163,7 +163,7 @@ class _Batch:
         return Failure(first, not_begun | {index for index, _ in self._errors}, not_begun)
 
     def give_up(self) -> None:
-        """Take away all tasks that have not begun."""
+        """Cancel the tasks that have not begun; ``end`` reports them."""
         while True:
             try:
                 self._not_begun.append(self._tasks.popleft())

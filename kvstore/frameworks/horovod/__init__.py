@@ -44,9 +44,7 @@ from kvstore.frameworks.horovod.array_api import (
     reducescatter_async,
     synchronize,
 )
-from kvstore.frameworks.horovod.compression import Compression
-from kvstore.frameworks.horovod.objects import allgather_object, broadcast_object
-from kvstore.frameworks.horovod.questions import (
+from kvstore.frameworks.horovod.build_info import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -60,6 +58,8 @@ from kvstore.frameworks.horovod.questions import (
     start_timeline,
     stop_timeline,
 )
+from kvstore.frameworks.horovod.compression import Compression
+from kvstore.frameworks.horovod.objects import allgather_object, broadcast_object
 from kvstore.frameworks.horovod.session import (
     HorovodInternalError,
     ProcessSet,

@@ -2,10 +2,10 @@
 
 On Slurm, Grid Engine, YARN, Ray and mpirun, one command starts all agents of a job. Each of these
 is a subclass of :class:`Cluster` in ``launch/backends``: it builds the commands and reads their
-output. Everything else is in ``cluster_job.py``: the gate for the agents, the wait for them, and
-the code that takes the job out of the queue however the launcher ends. The functions here, which
-``launch/backends/ssh.py`` uses too, choose the variables for processes on other machines and the
-scheduler's address, and evaluate the agents' greetings.
+output. Everything else is in ``cluster_job.py``: the listener for the agents, the wait for them,
+and the code that takes the job out of the queue however the launcher ends. The functions here,
+which ``launch/backends/ssh.py`` uses too, choose the variables for processes on other machines and
+the scheduler's address, and evaluate the agents' greetings.
 """
 
 from __future__ import annotations

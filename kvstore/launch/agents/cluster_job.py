@@ -2,8 +2,8 @@
 
 Such a launcher is a :class:`Cluster`: it defines the command that starts one agent for each server
 and worker, and how an agent learns its rank. The rest is here: a ticket for the agents
-(``join.py``), a gate at which they connect (``gate.py``), and the command itself as a place
-(:class:`Carrier`). After that, the job runs as with any launcher, with the scheduler on this
+(``join.py``), a listener at which they connect (``agent_listener.py``), and the command itself as a
+place (:class:`Carrier`). After that, the job runs as with any launcher, with the scheduler on this
 machine. The command's output is shown as notes; if the command ends before all agents have
 connected, it explains the failure. Runs on the main thread. Read ``launch/job/run.py`` and
 ``remote.py`` first.
@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from kvstore.launch.agents.agent_listener import AgentListener
 from kvstore.launch.agents.cluster import (
     Cluster,
     Member,
@@ -40,7 +41,6 @@ from kvstore.launch.agents.cluster import (
     seen_from_away,
     wished_address,
 )
-from kvstore.launch.agents.gate import AgentListener
 from kvstore.launch.agents.join import PROGRAM_NAME, AgentTicket, job_directory, write_ticket
 from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.wire import GREETING, AgentLink
@@ -134,7 +134,11 @@ def _start_agents(
         carrier = Carrier(cluster, argv, agents, supervisor.guardian)
     except OSError as error:
         listener.close()
-        raise LaunchError(f"cannot start '{argv[0]}': {error.strerror}", exit_code=1) from error
+        raise LaunchError(
+            f"cannot start '{argv[0]}': {error.strerror}; install it on this machine, or put it on "
+            "the PATH",
+            exit_code=1,
+        ) from error
     for place in (carrier, AgentListener(listener, key, carrier.admit), *agents):
         supervisor.add_place(place)
     supervisor.connect([carrier, *agents], None)
@@ -225,7 +229,7 @@ class Carrier(Place):
         return [name for place in self._workers for name in place.awaited()]
 
     def admit(self, link: AgentLink, greeting: Mapping[str, Any]) -> list[Event]:
-        """Take an agent that greeted at the gate; send away an unknown or taken rank.
+        """Take an agent that greeted; send away an unknown or taken rank.
 
         If the greeting is an error instead, the job fails with its text.
         """

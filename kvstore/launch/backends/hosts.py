@@ -3,7 +3,7 @@
 Pure, except :func:`read_hosts`, which reads one file. A line is ``[user@]host[:port] [slots=N]
 [user=NAME] [addr=ADDRESS]``; host and port are as in dmlc-core's ``tracker/dmlc_tracker/ssh.py``.
 Errors name the file and the line. Names become part of ``ssh``'s command line, so only plain
-characters are allowed. Read ``ssh_login.py`` next.
+characters are allowed. Read ``ssh_command.py`` next.
 """
 
 from __future__ import annotations

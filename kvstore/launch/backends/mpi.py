@@ -18,7 +18,7 @@ from kvstore.launch.agents.cluster import Cluster, are_here, ask
 from kvstore.launch.agents.cluster_job import run_on
 from kvstore.launch.agents.join import AgentTicket
 from kvstore.launch.backends.hosts import Host, bracketed, read_hosts, spread
-from kvstore.launch.backends.ssh_login import known_refusal
+from kvstore.launch.backends.ssh_errors import known_refusal
 from kvstore.launch.options import LaunchError, LaunchOptions
 
 _VERSION_S = 10.0

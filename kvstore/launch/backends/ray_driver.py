@@ -2,7 +2,7 @@
 
 ``python ray_driver.py DIRECTORY`` requests the room for all servers and workers together (a
 placement group), and starts one task in each bundle. A task starts an agent, which connects to the
-launcher's gate (:func:`main`), and waits for its end; Ray restarts the task according to its
+launcher's listener (:func:`main`), and waits for its end; Ray restarts the task according to its
 policy. ``DIRECTORY`` contains the plan (``ray.py``) and the ticket; the driver writes to its file
 :data:`STATE_NAME` why the job waits. The driver ends with the agents, or prints one sentence on
 standard output. It is a child of the launcher, and the only program that imports Ray.

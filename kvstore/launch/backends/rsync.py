@@ -20,13 +20,8 @@ from contextlib import ExitStack, suppress
 from typing import IO
 
 from kvstore.launch.backends.hosts import Host, bracketed
-from kvstore.launch.backends.ssh_login import (
-    known_refusal,
-    login,
-    no_program,
-    shell_line,
-    ssh_options,
-)
+from kvstore.launch.backends.ssh_command import login, shell_line, ssh_options
+from kvstore.launch.backends.ssh_errors import known_refusal, no_program
 from kvstore.launch.job.child import die_with_launcher
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.options import LaunchError

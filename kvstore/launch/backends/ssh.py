@@ -32,7 +32,8 @@ from kvstore.launch.agents.remote import AgentPlace
 from kvstore.launch.agents.wire import GREET, AgentLink, LinkLost, Message
 from kvstore.launch.backends.hosts import Host, Placement, read_hosts, spread
 from kvstore.launch.backends.rsync import copy_to_hosts, rsync_argv
-from kvstore.launch.backends.ssh_login import check_launcher_args, no_program, refusal, ssh_argv
+from kvstore.launch.backends.ssh_command import check_launcher_args, ssh_argv
+from kvstore.launch.backends.ssh_errors import no_program, refusal
 from kvstore.launch.environment import checkout_root, listen
 from kvstore.launch.job.checks import CheckResult, conclude_check, script_row
 from kvstore.launch.job.guardian import GuardianProcess

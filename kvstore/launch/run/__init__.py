@@ -30,8 +30,8 @@ from kvstore.errors import ArgumentTypeError, ArgumentValueError
 from kvstore.errors.hints import did_you_mean
 from kvstore.launch.options import LAUNCHERS, RESERVED_NAMES, LaunchError, check_word
 from kvstore.launch.run.background import JobOptions, show
+from kvstore.launch.run.call_files import dump
 from kvstore.launch.run.job import JobCall, RunningJob
-from kvstore.launch.run.parcels import dump
 from pslite.errors import DeadlineError
 
 START_S = 120.0

@@ -28,7 +28,7 @@ from kvstore.errors import ArgumentValueError, JobFailed, WorkerFailed
 from kvstore.launch.environment import checkout_root
 from kvstore.launch.job.report import FAILURE_HEADING, GOES_ON, describe_status
 from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions, parse_arguments
-from kvstore.launch.run.parcels import MARK, WorkerAnswer, error_of
+from kvstore.launch.run.call_files import MARK, WorkerAnswer, error_of
 
 _READ_BYTES = 64 * 1024
 # sys.argv[1] is the directory of a checkout, or "" if the package is installed. It replaces the

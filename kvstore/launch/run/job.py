@@ -5,7 +5,7 @@ Each function is written to a file. The launcher runs in the background; its wor
 processes' output, collects the answers, orders the next call when one has finished, and removes
 everything at the end. All other threads submit, wait and stop. They show the output on the thread
 that waits, where notebooks and tests expect it. Nothing is left behind, even after an error, an
-interrupt or the death of the caller. Read ``parcels.py`` and ``background.py`` next.
+interrupt or the death of the caller. Read ``call_files.py`` and ``background.py`` next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from kvstore.launch.run import parcels
+from kvstore.launch.run import call_files
 from kvstore.launch.run.background import (
     BackgroundLauncher,
     JobOptions,
@@ -33,7 +33,7 @@ from kvstore.launch.run.background import (
     first_cause,
     show,
 )
-from kvstore.launch.run.parcels import WorkerAnswer
+from kvstore.launch.run.call_files import WorkerAnswer
 from pslite.errors import ClosedError, DeadlineError
 
 LOOK_S = 1.0
@@ -108,13 +108,13 @@ class RunningJob:
         #: Why no further call can be made: a text, or the failed call.
         self._closed_by: str | JobCall = ""
         here = None if options.launcher == "local" else os.getcwd()
-        self._directory = parcels.make_directory(options.share_dir or here)
+        self._directory = call_files.make_directory(options.share_dir or here)
         try:
             arguments = checked_command(options, self._directory, mode)
             #: The first call, which workers make without an order.
             self.first = self.submit(body)
             for rank in range(self._workers) if mode == "serve" else ():
-                path = parcels.orders_path(self._directory, rank)
+                path = call_files.orders_path(self._directory, rank)
                 os.mkfifo(path, 0o600)
                 # Opened for reading, too, so that it can be opened before the worker has started.
                 self._orders.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
@@ -134,7 +134,7 @@ class RunningJob:
             if not self._closed_by:
                 call = JobCall(next(self._numbers))
                 if self.ending is None:
-                    parcels.write_call(self._directory, call.number, body)
+                    call_files.write_call(self._directory, call.number, body)
                     self._calls.append(call)
                     if call is self._calls[0]:
                         self._order(str(call.number))
@@ -153,7 +153,7 @@ class RunningJob:
             self.end()
         if error := self.error_of(call):
             raise error
-        return [parcels.value_of(rank, call.answers[rank]) for rank in range(self._workers)]
+        return [call_files.value_of(rank, call.answers[rank]) for rank in range(self._workers)]
 
     def error_of(self, call: JobCall) -> Exception | None:
         """Return the error of a finished call, or None."""
@@ -189,7 +189,7 @@ class RunningJob:
         Processes that still run after :data:`END_S` are ended.
         """
         with self._changed:
-            self._order(parcels.END)
+            self._order(call_files.END)
         try:
             self._wait(lambda: self.ending is not None, END_S)
         except DeadlineError:
@@ -316,12 +316,12 @@ class RunningJob:
             if rank in call.answers or not (has_come or self.ending):
                 continue
             try:
-                path = parcels.answer_path(self._directory, call.number, rank)
-                answer = parcels.read_answer(path)
+                path = call_files.answer_path(self._directory, call.number, rank)
+                answer = call_files.read_answer(path)
             except FileNotFoundError:
                 is_hidden = True
                 continue
-            except (parcels.NotReadable, OSError) as error:
+            except (call_files.NotReadable, OSError) as error:
                 answer = WorkerAnswer("refusal", text=f"its answer cannot be read: {error}")
             call.answers[rank] = answer
             call.last_at_s = time.monotonic()
@@ -357,7 +357,7 @@ class RunningJob:
             self._stop()
             return
         self._launcher.output.marks.clear()
-        parcels.remove(self._directory, call.number, self._workers)
+        call_files.remove(self._directory, call.number, self._workers)
         if self._calls:
             self._order(str(self._calls[0].number))
 

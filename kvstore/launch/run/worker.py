@@ -1,10 +1,10 @@
 """A worker of ``kvstore.run``: ``python -m kvstore.launch.run.worker``.
 
-Its arguments are the directory of the parcels and a mode: with ``once``, it makes call 0 and then
-ends like any script; with ``serve``, it also makes the calls whose numbers arrive through its pipe,
-until the caller tells it to end. It joins the job before the first function runs, so that no
+Its arguments are the directory of the call files and a mode: with ``once``, it makes call 0 and
+then ends like any script; with ``serve``, it also makes the calls whose numbers arrive through its
+pipe, until the caller tells it to end. It joins the job before the first function runs, so that no
 timeout passes while a function computes or a notebook is idle. An error of a function is sent to
-the caller. Runs on the main thread. Read ``parcels.py`` first; the other side is ``job.py``.
+the caller. Runs on the main thread. Read ``call_files.py`` first; the other side is ``job.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvstore.launch.run import parcels
-from kvstore.launch.run.parcels import WorkerAnswer, python_version
+from kvstore.launch.run import call_files
+from kvstore.launch.run.call_files import WorkerAnswer, python_version
 from kvstore.stores.dist.node import worker_node
 from pslite.errors import NodeLostError, PSError, UsageError
 
@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     directory = Path(directory_name)
     rank = int(os.environ["DMLC_TASK_ID"])
     try:
-        parcels.check_directory(directory)
-    except parcels.NotReadable as error:  # an answer would not reach the caller either
+        call_files.check_directory(directory)
+    except call_files.NotReadable as error:  # an answer would not reach the caller either
         print(error, file=sys.stderr, flush=True)
         return EXIT_FAILED
     streams = [os.dup(1), os.dup(2)]  # a function may close or replace the usual ones
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):  # replaced, unreadable or closed
                 stream.flush()
-        parcels.write_answer(parcels.answer_path(directory, call, rank), answer)
+        call_files.write_answer(call_files.answer_path(directory, call, rank), answer)
         _announce(call, streams)
         if answer.failed and (mode == "once" or call == 0):  # not joined after a failed call 0
             if not answer.blames_another:
@@ -68,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _calls(directory: Path, rank: int) -> Iterator[int]:
     """Yield the numbers of the calls; call 0 needs no order."""
     yield 0
-    with open(parcels.orders_path(directory, rank), encoding="ascii") as pipe:
+    with open(call_files.orders_path(directory, rank), encoding="ascii") as pipe:
         for line in pipe:
-            if line.strip() == parcels.END:
+            if line.strip() == call_files.END:
                 return
             yield int(line)
 
@@ -79,8 +79,8 @@ def make_call(directory: Path, call: int) -> WorkerAnswer:
     """Load and run the function of a call; return its result or error."""
     # Load before joining: imports may take longer than the other nodes wait for this one.
     try:
-        function, args, kwargs = _load(parcels.call_path(directory, call))
-    except parcels.NotReadable as error:
+        function, args, kwargs = _load(call_files.call_path(directory, call))
+    except call_files.NotReadable as error:
         return _refusal(str(error))
     except ModuleNotFoundError as error:
         advice = f"install it for {sys.executable}, or add its directory to PYTHONPATH"
@@ -99,7 +99,7 @@ def make_call(directory: Path, call: int) -> WorkerAnswer:
         return error_answer(error)
     try:
         return WorkerAnswer(
-            "value", parcels.dump(result, f"a value of type {type(result).__name__}")
+            "value", call_files.dump(result, f"a value of type {type(result).__name__}")
         )
     except UsageError as error:
         return _refusal(f"cannot send back the function's result: {error}")
@@ -107,17 +107,17 @@ def make_call(directory: Path, call: int) -> WorkerAnswer:
 
 def _load(path: Path) -> Any:
     """Return a call's function, positional arguments and keyword arguments."""
-    header, body = parcels.read(path)
+    header, body = call_files.read(path)
     own, theirs = (".".join(map(str, one)) for one in (python_version(), header["python"]))
     if header["by_value"] and own != theirs:
-        raise parcels.NotReadable(
+        raise call_files.NotReadable(
             f"this worker has Python {own}, but the caller has {theirs}; functions of a notebook "
             f"need the same version: pass python= with a Python {theirs} of this host"
         )
     # Modules of the caller can be imported here; its own come before libraries.
     new = [one for one in header["path"] if one not in sys.path and os.path.exists(one)]
     sys.path[:0] = new
-    return parcels.load(body)
+    return call_files.load(body)
 
 
 def _refusal(text: str) -> WorkerAnswer:
@@ -129,8 +129,8 @@ def error_answer(error: BaseException, *, blames_another: bool = False) -> Worke
     body = b""
     if isinstance(error, Exception):  # SystemExit must not end the caller
         try:
-            body = parcels.dump(error, "the exception")
-            parcels.load(body)
+            body = call_files.dump(error, "the exception")
+            call_files.load(body)
         except Exception:  # a user's exception may fail in any way
             body = b""
     return WorkerAnswer(
@@ -166,7 +166,7 @@ def _announce(call: int, streams: list[int]) -> None:
     for own, usual in zip(streams, (1, 2), strict=True):
         for descriptor in (own, usual):
             try:
-                os.write(descriptor, f"{parcels.MARK}{call}\n".encode())
+                os.write(descriptor, f"{call_files.MARK}{call}\n".encode())
                 break
             except OSError:  # the function has closed it
                 continue

@@ -336,7 +336,7 @@ def initial_aux(
 
 
 def has_aux(network: Any) -> bool:
-    """Return whether it is a ``StatefulNetwork``."""
+    """Return whether a network keeps auxiliary parameters (a ``StatefulNetwork``)."""
     return hasattr(network, "init_aux_params")
 
 

@@ -257,8 +257,11 @@ def _made(cls: type[EvalMetric], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     try:
         inspect.signature(cls).bind(*args, **kwargs)
     except TypeError as error:
+        takes = inspect.signature(cls).parameters.values()
+        plain = ", ".join(str(each.replace(annotation=each.empty)) for each in takes)
+        given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
         raise ArgumentTypeError(
-            f"invalid arguments for {cls.__name__}{inspect.signature(cls)}: {error}"
+            f"{cls.__name__}({', '.join(given)}): {error}; it takes ({plain})"
         ) from None
     return cls(*args, **kwargs)
 

@@ -47,7 +47,7 @@ from kvstore.stores.arguments import KeyTable, checked_timeout, normalise_keys, 
 from kvstore.stores.base import CompressionParams, KeyInfo, KVStore, Path
 from kvstore.stores.dist.checkpoint import DistFiles
 from kvstore.stores.dist.collective import DistOptimizer, JointCalls
-from kvstore.stores.dist.compression import Coding
+from kvstore.stores.dist.compression import DistCompression
 from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import InFlight
 from kvstore.stores.dist.node import Waiter
@@ -146,7 +146,7 @@ class DistControl(KVStore):
         self._check_may_wait()
         coding = None
         if compression.rules:
-            coding = Coding(compression, self._exchange.entries, self.num_workers)
+            coding = DistCompression(compression, self._exchange.entries, self.num_workers)
         plain = compression.plain()
 
         def tell() -> Sequence[Key]:
@@ -319,10 +319,10 @@ class DistControl(KVStore):
 
     def _hear_of_pushes(self) -> None:
         """Wait for the answers of all pushes; raise the error of a failed push."""
-        errands = self._node.errands
-        if errands.is_forked:
+        io_queue = self._node.io_queue
+        if io_queue.is_forked:
             return
-        if errands.thread is not None and not errands.is_io_thread:
+        if io_queue.thread is not None and not io_queue.is_io_thread:
             pushes = self._exchange.pushes.of()
             self._settle()
             for future in pushes:

@@ -1,7 +1,7 @@
 """Calls that all workers of a store make together.
 
 Every worker numbers its calls of this kind. When all workers have made a call, the directory
-(``server/meetings.py``) has the deciding rank carry it out, and sends the result to the others.
+(``server/joint_calls.py``) has the deciding rank carry it out, and sends the result to the others.
 Runs on the caller's thread, which waits; work after an answer runs on the node's I/O thread.
 
 The optimizer is set on the servers and read back from there: any worker may set it and rank 0's

@@ -1,10 +1,10 @@
 """The worker's side of compression: how values of a distributed store are encoded.
 
-``Coding`` encodes the values that a call pushes, part by part for each key, adds the positions of
-the encoded parts to plans (``plan.py``), and decodes the values that servers send encoded. The
-rules and codecs are in ``compression/``; servers handle encoded parts in ``server/memory.py`` and
-``server/apply.py``. Calls may come from any thread; nothing here waits. Read next:
-``compression/config.py``.
+``DistCompression`` encodes the values that a call pushes, part by part for each key, adds the
+positions of the encoded parts to plans (``plan.py``), and decodes the values that servers send
+encoded. The rules and codecs are in ``compression/``; servers handle encoded parts in
+``server/memory.py`` and ``server/apply.py``. Calls may come from any thread; nothing here waits.
+Read next: ``compression/config.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.keys import Key, KeySpec
-from kvstore.checkpoint.residuals import StoreCoding
+from kvstore.checkpoint.residuals import StoreCompression
 from kvstore.compression import Chain, Compression, Draw
 from kvstore.compression.config import rows_refused, value_refused
 from kvstore.errors import ArgumentValueError, NotSupportedError, UnknownKeyError
@@ -44,7 +44,7 @@ class _EncodedParts(NamedTuple):
         return (self.stops[index - 1] if index else 0), self.stops[index]
 
 
-class Coding(StoreCoding):
+class DistCompression(StoreCompression):
     """The encoding of one store on one worker."""
 
     def __init__(

@@ -35,7 +35,7 @@ from kvstore.protocol.requests import (
     unpack_entries,
 )
 from kvstore.sparse.array import RowSparseArray
-from kvstore.stores.dist.compression import Coding
+from kvstore.stores.dist.compression import DistCompression
 from kvstore.stores.dist.plan import Group, flat_bytes, group_bytes, part_entries, plan, views
 from kvstore.stores.dist.row_pages import RowPages, create_rows
 from kvstore.stores.dist.sparse_transfer import RowPlacement
@@ -95,7 +95,7 @@ class Servers:
         specs: Mapping[Key, KeySpec],
         values: Sequence[HostValue],
         known: Mapping[Key, KeyEntry],
-        coding: Coding | None,
+        coding: DistCompression | None,
         *,
         scope: str,
     ) -> Future[list[KeyEntry]]:
@@ -127,7 +127,7 @@ class Servers:
         entries: Sequence[KeyEntry],
         values: Sequence[HostValue],
         known: Mapping[Key, KeyEntry],
-        coding: Coding | None,
+        coding: DistCompression | None,
     ) -> Future[None]:
         """Put the first values on the servers, then inform the other ranks."""
         asked: list[Future[Any]] = []
@@ -213,7 +213,7 @@ class Servers:
     # -- compression -------------------------------------------------------------------
 
     def set_compression(
-        self, plain: Sequence[Any], entries: Iterable[KeyEntry], coding: Coding | None
+        self, plain: Sequence[Any], entries: Iterable[KeyEntry], coding: DistCompression | None
     ) -> Future[None]:
         """Set the encoding of these keys on all servers; ``coding`` None: no encoding.
 
@@ -417,7 +417,7 @@ class Servers:
         return asked.map(lambda replies: [unpack(reply.body, str)[0] for reply in replies])
 
 
-def _rules(group: Group, entries: Sequence[KeyEntry], coding: Coding | None) -> list[int]:
+def _rules(group: Group, entries: Sequence[KeyEntry], coding: DistCompression | None) -> list[int]:
     """Return the compression rule of each part of a group; -1 without one."""
     if coding is None:
         return [-1] * len(group.parts)

@@ -77,8 +77,8 @@ class Waiter:
 
         It is called before a call has any effect.
         """
-        self._node.errands.check_process()
-        if self._node.errands.is_io_thread:
+        self._node.io_queue.check_process()
+        if self._node.io_queue.is_io_thread:
             raise UsageError(
                 "a callback runs on the I/O thread and must not wait; use calls that return "
                 "futures, such as push_async"

@@ -36,7 +36,7 @@ from kvstore.stores.dist.arguments import (
     values_to_fill,
     values_to_push,
 )
-from kvstore.stores.dist.compression import Coding
+from kvstore.stores.dist.compression import DistCompression
 from kvstore.stores.dist.in_flight import Destination, Operation
 from kvstore.stores.dist.node import worker_node
 from kvstore.stores.dist.plan import Bytes
@@ -57,7 +57,7 @@ class _ToSend(NamedTuple):
     """Whether all of this memory is the store's, not the caller's."""
     is_small: bool
     """Whether it is small enough to share a message with other calls."""
-    coding: Coding | None
+    coding: DistCompression | None
     """The store's encoding when the data was prepared, or None."""
 
 
@@ -438,7 +438,7 @@ class DistKVStore(DistWorkerCalls):
         except BaseException:
             unfinished = [each for each in operations if not each.future.done()]
             for operation in unfinished:
-                self._node.errands.call(operation.let_go)
+                self._node.io_queue.call(operation.let_go)
             if unfinished:
                 self._node.wait_until_accepted()
             raise

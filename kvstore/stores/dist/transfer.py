@@ -29,7 +29,7 @@ from kvstore.stores.dist.batching import (
     loads_of,
     transfers_of,
 )
-from kvstore.stores.dist.compression import Coding
+from kvstore.stores.dist.compression import DistCompression
 from kvstore.stores.dist.in_flight import Frames, InFlight, Operation, copied, frames_of
 from kvstore.stores.dist.plan import (
     Bytes,
@@ -63,7 +63,7 @@ class DenseExchange:
         self._node = node
         # Keeps the recorded order of calls the same as the order of submitting them. No thread
         # waits for an answer while it holds the lock: the answer may depend on another thread's
-        # next push. It is re-entrant: an ended node runs its errands at once, on this thread.
+        # next push. It is re-entrant: an ended node makes the call at once, on this thread.
         self._lock = threading.RLock()
         self._places: dict[Key, Places] = {}
         self._plans = ByKeys(self._plan)
@@ -71,7 +71,7 @@ class DenseExchange:
         #: The open batch, which other calls may join, or None.
         self._batch: CallBatch | None = None
         #: The encoding of values; None without compression.
-        self.coding: Coding | None = None
+        self.coding: DistCompression | None = None
         #: Whether ``set_gradient_compression`` is running.
         self._is_changing = False
         #: Whether the last batch had many calls.
@@ -120,14 +120,14 @@ class DenseExchange:
             with self._lock:
                 self._is_changing = False
 
-    def set_coding(self, coding: Coding | None) -> None:
+    def set_coding(self, coding: DistCompression | None) -> None:
         """Set the encoding; only within ``changing_coding`` and with nothing in flight."""
         with self._lock:
             self.coding = coding
             self._plans.forget()
             self._recipes.forget()
 
-    def check_coding(self, coding: Coding | None) -> None:
+    def check_coding(self, coding: DistCompression | None) -> None:
         """Raise ``UsageError`` if the encoding changes or is no longer ``coding``."""
         if self._is_changing or self.coding is not coding:
             raise UsageError(
@@ -148,7 +148,7 @@ class DenseExchange:
         self.pushes.forget(keys)
         self.pulls.forget(keys)
         parts = [part for entry in gone for part in entry.parts]
-        self._node.errands.call(lambda: self._node.traffic.forget(parts))
+        self._node.io_queue.call(lambda: self._node.traffic.forget(parts))
 
     def remove_table(self, title: str) -> None:
         """Remove a deleted growing table."""
@@ -156,7 +156,7 @@ class DenseExchange:
         self._progress.forget(id(self), [title])
         self.pushes.forget([title])
         self.pulls.forget([title])
-        self._node.errands.call(lambda: self._node.traffic.forget(parts))
+        self._node.io_queue.call(lambda: self._node.traffic.forget(parts))
 
     def begin(
         self,
@@ -167,7 +167,7 @@ class DenseExchange:
         *,
         copy: bool,
         versions: dict[int, int] | None = None,
-        coding: Coding | None = None,
+        coding: DistCompression | None = None,
     ) -> Operation:
         """Push ``sources``, pull into ``targets``, or both.
 
@@ -210,7 +210,7 @@ class DenseExchange:
         self,
         keys: KeyList,
         operation: Operation,
-        coding: Coding | None,
+        coding: DistCompression | None,
         *,
         pushes: bool,
         pulls: bool,
@@ -221,7 +221,7 @@ class DenseExchange:
         ``coding`` is the encoding with which it was made; ``nbytes`` its size, by default that of
         the keys' whole values. Raises ``UsageError`` while the encoding changes.
         """
-        self._node.errands.check_process()
+        self._node.io_queue.check_process()
         with self._lock:
             self.check_coding(coding)
             self.send_joined()  # earlier calls go first
@@ -260,7 +260,7 @@ class DenseExchange:
         sources: Sequence[Bytes] | None,
         targets: Sequence[Bytes] | None,
         priority: int,
-        coding: Coding | None = None,
+        coding: DistCompression | None = None,
     ) -> Future[None]:
         """Begin a call that is sent together with other calls that come soon.
 
@@ -269,7 +269,7 @@ class DenseExchange:
         """
         if not keys.keys:
             return completed(None)
-        self._node.errands.check_process()
+        self._node.io_queue.check_process()
         pushes = sources is not None
         with self._lock:
             self.check_coding(coding if pushes else self.coding)
@@ -302,7 +302,7 @@ class DenseExchange:
         with self._lock:
             batch, self._batch = self._batch, None
             if batch is not None:
-                self._node.errands.call(lambda: self._take(batch))
+                self._node.io_queue.call(lambda: self._take(batch))
 
     def _begin_batch(self) -> CallBatch:
         # The memory is too large for a single call.
@@ -313,7 +313,7 @@ class DenseExchange:
         """Let other calls join a batch, which is sent soon even if no thread waits for it."""
         self._batch = batch
         try:
-            self._node.errands.call_later(_JOIN_S, lambda: self._look_at(batch, 0, 1))
+            self._node.io_queue.call_later(_JOIN_S, lambda: self._look_at(batch, 0, 1))
         except BaseException:
             self._batch = None  # its calls may not know it
             raise
@@ -324,7 +324,7 @@ class DenseExchange:
         if batch is not self._batch or now == count or look == _MAX_LOOKS:
             self._take(batch)
         else:
-            self._node.errands.call_later(_JOIN_S, lambda: self._look_at(batch, now, look + 1))
+            self._node.io_queue.call_later(_JOIN_S, lambda: self._look_at(batch, now, look + 1))
 
     def _copy(self, source: Bytes) -> Bytes:
         if len(source) <= _SMALL_COPY_BYTES:

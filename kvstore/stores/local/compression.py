@@ -17,7 +17,7 @@ import numpy as np
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.keys import Key, KeySpec
-from kvstore.checkpoint.residuals import StoreCoding
+from kvstore.checkpoint.residuals import StoreCompression
 from kvstore.compression import Chain, Compression, Draw
 from kvstore.compression.config import rows_refused, value_refused
 from kvstore.errors import ArgumentValueError, NotSupportedError
@@ -25,7 +25,7 @@ from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.arguments import KeyTable
 
 
-class LocalCoding(StoreCoding):
+class LocalCoding(StoreCompression):
     """The encoding of one store in one process."""
 
     def __init__(self, compression: Compression, table: KeyTable) -> None:

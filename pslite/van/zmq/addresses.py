@@ -2,7 +2,7 @@
 
 Checks what can be checked before a socket is opened, so that a wrong setting is reported by
 its name and never as a bare errno. Opens no connection. :func:`look_up` and :func:`resolve` may
-ask a name server and so may block: a node's I/O thread uses :class:`Whereabouts` instead, which
+ask a name server and so may block: a node's I/O thread uses :class:`HostResolver` instead, which
 asks on a thread of its own. Read next: ``van.py``.
 """
 
@@ -91,7 +91,7 @@ def resolve(host: str, port: int) -> Endpoint:
     return look_up(host).endpoint(port)
 
 
-class Whereabouts:
+class HostResolver:
     """The lookup of a host name on a separate thread, since a name server may be slow.
 
     ``found`` is called on that thread after each look. An address is known at once and no server is

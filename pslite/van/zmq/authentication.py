@@ -1,7 +1,7 @@
 """Authentication of connections with the job's key: PLAIN, CURVE and ZAP.
 
 libzmq asks (ZAP, RFC 27) before a connection that claims to know the job's key carries its first
-message. The van's own poll loop reads the questions (``ZapDoor``), on the owner's thread; a node
+message. The van's own poll loop reads the questions (``ZapHandler``), on the owner's thread; a node
 too busy to answer lets its visitors wait, and they try again. Nothing that a question holds is
 trusted: whatever is not exactly as it must be is refused, and nothing raises.
 Read next: ``listener.py``; ``pslite/security.py`` derives the secrets.
@@ -70,7 +70,7 @@ def answer(
     return [VERSION, question[1], code, text, user_id, metadata], denied
 
 
-class ZapDoor:
+class ZapHandler:
     """The ZAP socket; it calls ``denied`` with each rejected address."""
 
     def __init__(
@@ -103,7 +103,7 @@ class ZapDoor:
         self.socket.close(linger=0)
 
 
-class Doors:
+class SocketSecurity:
     """Socket options by which both ends of a connection prove the job's key."""
 
     def __init__(self, mechanism: Mechanism | None, uid: str) -> None:

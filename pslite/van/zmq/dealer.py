@@ -25,7 +25,7 @@ from pslite.van.base import Received, VanEvent, size_of
 from pslite.van.cutting import Reassembly, cut, is_piece
 from pslite.van.zmq.accepted import MAX_FURTHER, further_routing_id
 from pslite.van.zmq.addresses import Endpoint, HostAddresses
-from pslite.van.zmq.authentication import Doors
+from pslite.van.zmq.authentication import SocketSecurity
 from pslite.van.zmq.flows import Silence, flow_state, in_transit
 from pslite.van.zmq.sockets import (
     BROKEN_OFF,
@@ -62,7 +62,7 @@ class LinkNeeds(NamedTuple):
     """The services of a van for its links."""
 
     sockets: SocketMaker
-    doors: Doors
+    doors: SocketSecurity
     new_routing_id: Callable[[], bytes]
     max_message_bytes: int
     max_total_bytes: int

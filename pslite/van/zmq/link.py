@@ -19,7 +19,7 @@ import zmq
 from pslite.errors import ConfigError
 from pslite.security import WHAT_TO_COMPARE, Proofs
 from pslite.van.base import Connected, Denied, Disconnected, VanEvent, size_of
-from pslite.van.zmq.addresses import Endpoint, Whereabouts, connect_problem, without_key
+from pslite.van.zmq.addresses import Endpoint, HostResolver, connect_problem, without_key
 from pslite.van.zmq.dealer import Dealer, Further, LinkNeeds
 from pslite.van.zmq.listener import OVERDUE_S, SETTLE_S
 from pslite.van.zmq.sockets import ANOTHER_MECHANISM, REFUSED_KEY, WRONG_PROTOCOL
@@ -73,7 +73,7 @@ class Link:
         self._peer = peer
         self._address = address
         self._needs = needs
-        self._place = Whereabouts(address[0], needs.wake, needs.hosts.get(address[0]))
+        self._place = HostResolver(address[0], needs.wake, needs.hosts.get(address[0]))
         #: Whether the next attempt begins when the name has been looked up.
         self._awaits_name = False
         self._due_at = math.inf

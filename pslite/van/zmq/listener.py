@@ -1,7 +1,7 @@
 """``Listener``: the accepting end of the van over TCP, a ROUTER socket.
 
 The messages of a connection come out under the uid of the van that opened it
-(``accepted.py``). Where the job has a key, libzmq asks ``ZapDoor`` before it lets anybody
+(``accepted.py``). Where the job has a key, libzmq asks ``ZapHandler`` before it lets anybody
 in, so nothing that is read here comes from a stranger then. Runs on the owner's thread. Read
 next: ``van.py``, which polls it.
 """
@@ -22,7 +22,7 @@ from pslite.van.base import Disconnected, Received, TurnedAway, VanEvent, size_o
 from pslite.van.cutting import PIECE_BYTES, Reassembly, cut, is_piece
 from pslite.van.zmq.accepted import AcceptedConnections, over_their_share, split_routing_id
 from pslite.van.zmq.addresses import bind_problem, listening_endpoint, resolve, without_key
-from pslite.van.zmq.authentication import Doors
+from pslite.van.zmq.authentication import SocketSecurity
 from pslite.van.zmq.flows import Silence, end_flow, flow_cookie, flow_state, in_transit
 from pslite.van.zmq.sockets import (
     ANOTHER_CURVE_KEY,
@@ -63,7 +63,7 @@ SAY_AGAIN_S = 60.0
 MAX_ADDRESSES = 256
 
 
-class Strangers:
+class RejectedConnections:
     """Counts of rejected connections, reported at intervals. Pure and bounded."""
 
     #: What a scan of ports would cause as well is counted only.
@@ -103,7 +103,7 @@ class Listener:
         self,
         router: Socket,
         monitor: Socket,
-        doors: Doors,
+        doors: SocketSecurity,
         max_frame_bytes: int,
         max_bytes: int,
         stranger_bytes: int,
@@ -111,7 +111,7 @@ class Listener:
         tell: Callable[[list[VanEvent]], None],
     ) -> None:
         self.connections = AcceptedConnections(SETTLE_S, OVERDUE_S)
-        self.strangers = Strangers()
+        self.strangers = RejectedConnections()
         self._router = router
         self._monitor = monitor
         self._doors = doors

@@ -20,7 +20,7 @@ import zmq
 import zmq.utils.garbage
 
 from pslite.errors import ConfigError
-from pslite.scarcity import cannot_open
+from pslite.resource_limits import cannot_open
 from pslite.van.base import MAX_FRAMES
 
 Socket = zmq.Socket[bytes]

@@ -50,7 +50,7 @@ from pslite.van.base import (
 from pslite.van.cutting import PIECE_BYTES
 from pslite.van.zmq.accepted import make_routing_id
 from pslite.van.zmq.addresses import HostAddresses, check_bind_address, parse_address
-from pslite.van.zmq.authentication import Doors, ZapDoor
+from pslite.van.zmq.authentication import SocketSecurity, ZapHandler
 from pslite.van.zmq.dealer import LinkNeeds, Reader
 from pslite.van.zmq.flows import counts_bytes
 from pslite.van.zmq.link import MESSAGES_PER_POLL, Link
@@ -146,7 +146,7 @@ class ZmqVan(Van):
         self._max_total_bytes = TOTAL_PER_FRAME * max_message_bytes
         self._stranger_bytes = stranger_bytes
         self._linger_ms = round(linger_s * 1000)
-        self._doors = Doors(mechanism, self.uid)
+        self._doors = SocketSecurity(mechanism, self.uid)
         # Either libzmq looks for signs of life, or this van does.
         has_counters = counts_bytes()
         self._look_every_s = heartbeat_interval_s if has_counters else math.inf
@@ -174,7 +174,7 @@ class ZmqVan(Van):
         self._born_ns = time.time_ns()
         self._numbers = itertools.count(1)
         self._listener: Listener | None = None
-        self._zap: ZapDoor | None = None
+        self._zap: ZapHandler | None = None
         self._links: dict[str, Link] = {}
         #: The names that this van has ever called others by; they stay theirs.
         self._called: set[str] = set()
@@ -238,7 +238,7 @@ class ZmqVan(Van):
     def _open_zap(self) -> None:
         credentials = self._doors.credentials
         if credentials is not None and self._zap is None:
-            self._zap = ZapDoor(self._sockets.new(zmq.ROUTER), credentials, self._denied_by_zap)
+            self._zap = ZapHandler(self._sockets.new(zmq.ROUTER), credentials, self._denied_by_zap)
             self._watch(self._zap.socket, self._zap.read)
 
     def _denied_by_zap(self, address: str) -> None:

@@ -20,7 +20,8 @@ from kvstore.launch.agents.join import AgentTicket
 from kvstore.launch.backends import mpi, ray, sge, slurm, yarn
 from kvstore.launch.backends.hosts import Host, parse_hosts
 from kvstore.launch.backends.rsync import sync_refusal
-from kvstore.launch.backends.ssh_login import refusal, ssh_argv
+from kvstore.launch.backends.ssh_command import ssh_argv
+from kvstore.launch.backends.ssh_errors import refusal
 from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
 
 RECORDED = Path(__file__).resolve().parents[2] / "reference" / "launch_texts.json"

@@ -53,7 +53,7 @@ class Server:
             pool=SimpleNamespace(submit=lambda lane, work: work()),
             buffer=lambda nbytes: np.empty(nbytes, np.uint8),
             clock=lambda: 0.0,
-            errands=SimpleNamespace(look_after_each_step=lambda look: None),
+            io_queue=SimpleNamespace(look_after_each_step=lambda look: None),
         )
         self.stores = ServerStores(node, import_errors)
 
@@ -376,7 +376,7 @@ def test_what_the_lowest_rank_asked_is_done_although_it_has_left_since(
     ranks, timers, handled = [0, 1], Timers(), []
     node: Any = SimpleNamespace(
         membership=SimpleNamespace(live=lambda role: tuple(ranks)),
-        errands=SimpleNamespace(call_later=lambda delay_s, look: timers.add(delay_s, look)),
+        io_queue=SimpleNamespace(call_later=lambda delay_s, look: timers.add(delay_s, look)),
         error=None,
     )
     asked = Asked(1, StoreCall.CLOSE)

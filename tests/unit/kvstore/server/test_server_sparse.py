@@ -66,7 +66,7 @@ class Server:
             pool=SimpleNamespace(submit=lambda lane, work: work()),
             buffer=lambda nbytes: np.empty(nbytes, np.uint8),
             clock=lambda: 0.0,
-            errands=SimpleNamespace(look_after_each_step=lambda look: None),
+            io_queue=SimpleNamespace(look_after_each_step=lambda look: None),
         )
         self.stores = ServerStores(node)
         self.plane = self.stores._plane

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pslite.collective.shared_memory_calls import Array, RingCalls, Steps
+from pslite.collective.shared_memory_algorithms import Array, RingCalls, Steps
 from pslite.errors import UsageError
 from pslite.memory.ring import Ring
 

@@ -10,7 +10,7 @@ from collective.rings import Members, total
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pslite.collective.shared_memory_calls import (
+from pslite.collective.shared_memory_algorithms import (
     Bytes,
     Description,
     RingCalls,

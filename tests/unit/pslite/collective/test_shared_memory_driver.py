@@ -13,7 +13,7 @@ import pytest
 from collective.rings import connected, mismatch, total
 
 from pslite.collective import shared_memory_driver
-from pslite.collective.shared_memory_calls import Description, Take
+from pslite.collective.shared_memory_algorithms import Description, Take
 from pslite.collective.shared_memory_driver import SharedMemoryDriver
 from pslite.errors import DeadlineError, NodeLostError, UsageError
 from pslite.future import Future

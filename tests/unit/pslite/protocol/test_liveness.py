@@ -10,9 +10,9 @@ from pslite.protocol.liveness import (
     ENDED_S,
     PROCESS_GONE,
     VAIN_CONNECTIONS,
-    Headway,
     Liveness,
     Lost,
+    ReconnectLoops,
     Stalled,
 )
 
@@ -205,7 +205,9 @@ def test_a_dead_process_whose_children_keep_the_connection_is_lost_after_its_las
 # -- connections that bring nothing to its end ----------------------------------------------
 
 
-def end_in_vain(headway: Headway, times: int, every_s: float, progress: int = 7) -> list[str]:
+def end_in_vain(
+    headway: ReconnectLoops, times: int, every_s: float, progress: int = 7
+) -> list[str]:
     """Connections end one after the other; what was said of it."""
     said = [
         headway.disconnected(
@@ -223,7 +225,7 @@ def end_in_vain(headway: Headway, times: int, every_s: float, progress: int = 7)
 def test_connections_that_keep_ending_before_a_message_is_through_are_told_with_their_speed() -> (
     None
 ):
-    (sentence,) = end_in_vain(Headway(), VAIN_CONNECTIONS + 1, every_s=5.0)
+    (sentence,) = end_in_vain(ReconnectLoops(), VAIN_CONNECTIONS + 1, every_s=5.0)
     for part in (
         "10 connections in a row",
         "25000000 bytes moved in 50 s (4.00 Mbit/s)",
@@ -234,17 +236,17 @@ def test_connections_that_keep_ending_before_a_message_is_through_are_told_with_
 
 
 def test_a_burst_of_resets_is_forgiven() -> None:
-    assert end_in_vain(Headway(), 50, every_s=0.5) == []  # 25 s
+    assert end_in_vain(ReconnectLoops(), 50, every_s=0.5) == []  # 25 s
 
 
 def test_anything_that_gets_through_begins_the_count_anew() -> None:
-    headway = Headway()
+    headway = ReconnectLoops()
     for progress in range(5):
         assert end_in_vain(headway, VAIN_CONNECTIONS, every_s=5.0, progress=progress) == []
 
 
 def test_connections_that_end_while_nothing_waits_are_not_in_vain() -> None:
-    headway = Headway()
+    headway = ReconnectLoops()
     for number in range(50):
         nothing = {"progress": 0, "unaccepted_bytes": 0, "moved_bytes": 10}
         assert headway.disconnected("w0", 5.0 * number, **nothing) is None

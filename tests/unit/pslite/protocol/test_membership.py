@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pslite.ids import NodeInfo, Role
-from pslite.protocol.membership import Gone, Hearsay, Membership, Refusal, Rendezvous
+from pslite.protocol.membership import Gone, LossReports, Membership, Refusal, Rendezvous
 
 VERSION = "1.0"
 
@@ -232,14 +232,14 @@ def test_two_nodes_cannot_go_by_one_name(change: dict[str, object]) -> None:
 
 
 def test_a_members_word_about_another_ends_nobody() -> None:
-    hearsay = Hearsay()
+    hearsay = LossReports()
     hearsay.note(9, 8, "no cable", "server 0", until=10.0)
     assert hearsay.ended(1000.0) == []
     assert hearsay.words() == [(9, 8, "no cable")]
 
 
 def test_the_end_of_who_has_lost_another_waits_until_that_may_have_come_true() -> None:
-    hearsay = Hearsay()
+    hearsay = LossReports()
     hearsay.note(9, 8, "no cable", "server 0", until=10.0)
     assert hearsay.puts_off(9, "its process is gone", 5.0)
     assert hearsay.puts_off(9, "said twice", 6.0)
@@ -250,14 +250,14 @@ def test_the_end_of_who_has_lost_another_waits_until_that_may_have_come_true() -
 
 
 def test_an_end_is_not_put_off_for_an_old_word_or_for_that_of_another() -> None:
-    hearsay = Hearsay()
+    hearsay = LossReports()
     hearsay.note(9, 8, "no cable", "server 0", until=10.0)
     assert not hearsay.puts_off(9, "its process is gone", 10.0)
     assert not hearsay.puts_off(11, "its process is gone", 1.0)
 
 
 def test_a_later_word_takes_the_place_of_an_earlier_one_until_its_speaker_ends() -> None:
-    hearsay = Hearsay()
+    hearsay = LossReports()
     hearsay.note(9, 8, "first", "server 0", until=10.0)
     hearsay.note(9, 10, "second", "server 1", until=20.0)
     assert hearsay.puts_off(9, "", 15.0)

@@ -28,7 +28,7 @@ from kvstore.launch.run.background import (
     first_cause,
     own_environment,
 )
-from kvstore.launch.run.parcels import WorkerAnswer, own_path, value_of
+from kvstore.launch.run.call_files import WorkerAnswer, own_path, value_of
 from pslite.errors import NodeLostError
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import JobFailed
-from kvstore.launch.run import LocalCluster, parcels
+from kvstore.launch.run import LocalCluster, call_files
 from kvstore.launch.run.background import LauncherOutput, Line
-from kvstore.launch.run.parcels import MARK, WorkerAnswer
+from kvstore.launch.run.call_files import MARK, WorkerAnswer
 from pslite.errors import ClosedError, DeadlineError
 
 LIMIT_S = 20.0
@@ -42,15 +42,15 @@ class FakeLauncher:
         self.announce(call)
 
     def leave(self, call: int, value: object) -> None:
-        path = parcels.answer_path(self.directory, call, 0)
-        parcels.write_answer(path, WorkerAnswer("value", pickle.dumps(value)))
+        path = call_files.answer_path(self.directory, call, 0)
+        call_files.write_answer(path, WorkerAnswer("value", pickle.dumps(value)))
 
     def announce(self, call: int) -> None:
         self._news.put(f"[worker 0] {MARK}{call}")
 
     def orders(self) -> str:
         """What its worker has been told since the last time."""
-        path = parcels.orders_path(self.directory, 0)
+        path = call_files.orders_path(self.directory, 0)
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as pipe:
             return (pipe.read(1000) or b"").decode()
 
@@ -136,7 +136,7 @@ def test_close_without_a_timeout_says_for_whom_it_waits(
     def work() -> None:
         time.sleep(0.3)
         launcher.answer(1, 1)
-        until(lambda: parcels.END in launcher.orders())
+        until(lambda: call_files.END in launcher.orders())
         launcher.end(0)
 
     worker = threading.Thread(target=work)

@@ -11,7 +11,7 @@ from kvstore.launch.job.lifecycle import Exit
 from kvstore.launch.job.report import EndedProcess, failure_block, without_scheduler
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.run.background import LauncherOutput, show
-from kvstore.launch.run.parcels import MARK
+from kvstore.launch.run.call_files import MARK
 from pslite import Role
 from pslite.node.log import Log
 from pslite.node.start import node_uid

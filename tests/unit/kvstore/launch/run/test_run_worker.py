@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.launch.run import parcels, worker
-from kvstore.launch.run.parcels import WorkerAnswer
+from kvstore.launch.run import call_files, worker
+from kvstore.launch.run.call_files import WorkerAnswer
 from pslite.errors import NodeLostError
 
 
@@ -20,13 +20,13 @@ def fail(error: BaseException) -> None:
 
 
 def packed(function: Any, *args: Any) -> bytes:
-    return parcels.dump((function, args, {}), "the function")
+    return call_files.dump((function, args, {}), "the function")
 
 
 def call(directory: Path, body: bytes, **header: Any) -> WorkerAnswer:
     """The answer to a call that was left there."""
-    usual = {"python": parcels.python_version(), "by_value": False, "path": []}
-    parcels.write(parcels.call_path(directory, 1), {**usual, **header}, body)
+    usual = {"python": call_files.python_version(), "by_value": False, "path": []}
+    call_files.write(call_files.call_path(directory, 1), {**usual, **header}, body)
     return worker.make_call(directory, 1)
 
 
@@ -34,7 +34,7 @@ def call(directory: Path, body: bytes, **header: Any) -> WorkerAnswer:
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(worker, "worker_node", lambda: None)  # there is no job to join
-    return parcels.make_directory(str(tmp_path))
+    return call_files.make_directory(str(tmp_path))
 
 
 def test_what_a_function_returns_is_the_answer(directory: Path) -> None:

@@ -22,7 +22,9 @@ class Node:
     def __init__(self, *, is_io_thread: bool = False, is_forked: bool = False) -> None:
         self.lines: list[str] = []
         self.reported = threading.Event()
-        self.errands = SimpleNamespace(is_io_thread=is_io_thread, check_process=self._check_process)
+        self.io_queue = SimpleNamespace(
+            is_io_thread=is_io_thread, check_process=self._check_process
+        )
         self._is_forked = is_forked
         self.config = SimpleNamespace(stall_report_s=0.01, report_after_s=0.01, stall_timeout_s=0.0)
         self.long_waits = 0

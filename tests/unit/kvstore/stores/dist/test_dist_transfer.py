@@ -24,7 +24,7 @@ ELEMENTS = {"large": 2048, "a": 8, "b": 8, "c": 8}
 """``large`` has two parts that travel alone."""
 
 
-class Errands:
+class IOQueue:
     """Work for the I/O thread, which waits."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Node:
 
     def __init__(self, *, shared: bool = False) -> None:
         self.config = Config(chunk_bytes=CHUNK_BYTES)
-        self.errands = Errands()
+        self.io_queue = IOQueue()
         self.reporter = SimpleNamespace(progress=None)
         self.nearby = SimpleNamespace(
             is_on_one_machine=shared, may_share_with=lambda server: shared
@@ -169,7 +169,7 @@ def test_a_joined_push_frees_the_callers_arrays_at_once() -> None:
         future = made.join(keys(*names), sources, None, 0)
         for source in sources:
             source[:] = 0
-        for command in node.errands.commands:
+        for command in node.io_queue.commands:
             command()
         sent = [frame for transfer in node.sent for frame in frames(transfer)]
         assert bytes(np.concatenate(sent)) == expected
@@ -186,7 +186,7 @@ def test_calls_that_are_joined_carry_each_key_to_its_own_array() -> None:
     sources, targets = memory(*names), [np.zeros(32, np.uint8) for _ in names]
     futures = [made.join(keys(name), [s], None, 0) for name, s in zip(names, sources, strict=True)]
     futures += [made.join(keys(name), None, [t], 0) for name, t in zip(names, targets, strict=True)]
-    for command in node.errands.commands:
+    for command in node.io_queue.commands:
         command()
     (transfer,) = node.sent
     (frame,) = transfer.frames
@@ -255,17 +255,17 @@ def keys_sent(node: Node) -> list[int]:
 
 def run(node: Node) -> None:
     """What the I/O thread would do; commands may bring further ones."""
-    for command in node.errands.commands:
+    for command in node.io_queue.commands:
         command()
-    node.errands.commands.clear()
+    node.io_queue.commands.clear()
 
 
 def test_calls_wait_for_each_other_until_somebody_waits_for_one_of_them() -> None:
     node = Node()
     made = exchange_on(node)
     made.join(keys("a"), memory("a"), None, 0)
-    (look,) = node.errands.commands
-    node.errands.commands.clear()
+    (look,) = node.io_queue.commands
+    node.io_queue.commands.clear()
     look()  # it has come since the last look, so others may follow
     assert node.sent == []
     second = made.join(keys("b"), memory("b"), None, 0)
@@ -299,8 +299,8 @@ def test_a_batch_that_never_stops_growing_goes_out_all_the_same() -> None:
     made.join(keys("a"), memory("a"), None, 0)
     looks = 0
     while not node.sent:
-        (look,) = node.errands.commands
-        node.errands.commands.clear()
+        (look,) = node.io_queue.commands
+        node.io_queue.commands.clear()
         look()
         looks += 1
         assert looks < 20
@@ -328,7 +328,7 @@ def test_a_key_that_is_gone_is_an_error_of_its_calls_alone() -> None:
     gone = made.join(keys("a", "b"), memory("a", "b"), None, 0)
     stays = made.join(keys("c"), memory("c"), None, 0)
     made.remove(["a"])
-    for command in node.errands.commands:
+    for command in node.io_queue.commands:
         command()
     assert "'a'" in str(gone.error())
     assert [transfer.parts for transfer in node.sent] == [(5,)]

@@ -7,7 +7,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pslite.van.zmq.authentication import DOMAIN, ENDPOINT, ZapDoor, answer
+from pslite.van.zmq.authentication import DOMAIN, ENDPOINT, ZapHandler, answer
 
 TOKEN = b"0123456789abcdef"
 PLAIN = (b"PLAIN", b"pslite", TOKEN)
@@ -71,7 +71,7 @@ def test_nothing_else_opens_the_door(frames: list[bytes]) -> None:
 def test_the_door_answers_each_question_and_survives_what_is_none() -> None:
     with zmq.Context() as context:
         refused: list[str] = []
-        door = ZapDoor(context.socket(zmq.ROUTER), PLAIN, refused.append)
+        door = ZapHandler(context.socket(zmq.ROUTER), PLAIN, refused.append)
         with context.socket(zmq.DEALER) as asking:
             asking.connect(ENDPOINT)
             for frames in (

@@ -17,8 +17,8 @@ from pslite.security import Mechanism, Proofs, derive
 from pslite.van.base import MAX_FRAMES, Connected, Denied, TurnedAway, Van, VanEvent
 from pslite.van.zmq import link
 from pslite.van.zmq.accepted import make_routing_id
-from pslite.van.zmq.authentication import Doors
-from pslite.van.zmq.listener import OTHER_KEY, OTHER_MECHANISM, TAKEN_NAME, Strangers
+from pslite.van.zmq.authentication import SocketSecurity
+from pslite.van.zmq.listener import OTHER_KEY, OTHER_MECHANISM, TAKEN_NAME, RejectedConnections
 from pslite.van.zmq.van import ZmqVan
 
 HOST = "127.0.0.1"
@@ -232,8 +232,8 @@ def test_a_libzmq_without_curve_is_told_with_the_way_out(
 ) -> None:
     monkeypatch.setattr(zmq, "has", lambda _: False)
     with pytest.raises(ConfigError, match=r"libzmq with CURVE.*PS_SECURITY=plain"):
-        Doors(SECURED[1], "server")
-    assert Doors(SECURED[0], "server").credentials is not None
+        SocketSecurity(SECURED[1], "server")
+    assert SocketSecurity(SECURED[0], "server").credentials is not None
 
 
 # -- those who took an address over, under PLAIN ------------------------------------------
@@ -430,7 +430,7 @@ def test_who_sends_a_message_over_the_limits_is_not_heard_any_more(
 
 
 def test_a_stranger_who_keeps_knocking_is_told_once_a_minute_with_a_count() -> None:
-    strangers = Strangers()
+    strangers = RejectedConnections()
     told = [
         event
         for now in (0.0, 1.0, 2.0, 59.0, 60.0, 61.0, 121.0)
@@ -445,7 +445,7 @@ def test_a_stranger_who_keeps_knocking_is_told_once_a_minute_with_a_count() -> N
 
 
 def test_strangers_from_ever_new_addresses_fill_neither_the_memory_nor_the_log() -> None:
-    strangers = Strangers()
+    strangers = RejectedConnections()
     told = [
         event for number in range(10_000) for event in strangers.note(f"{number}", OTHER_KEY, 0.0)
     ]

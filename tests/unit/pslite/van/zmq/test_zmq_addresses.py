@@ -19,7 +19,7 @@ from pslite.node import start
 from pslite.node.log import Log
 from pslite.van.base import Connected, Disconnected
 from pslite.van.zmq import addresses
-from pslite.van.zmq.addresses import HostAddresses, Whereabouts
+from pslite.van.zmq.addresses import HostAddresses, HostResolver
 from pslite.van.zmq.van import ZmqVan
 
 HOST, NAME = "127.0.0.1", "head.example"
@@ -123,7 +123,7 @@ def test_what_was_looked_up_before_is_used_at_once(
 
 def test_an_address_is_known_without_asking_anybody(names: NameServer) -> None:
     for address in (HOST, "::1", "192.0.2.7"):
-        place = Whereabouts(address, lambda: None)
+        place = HostResolver(address, lambda: None)
         place.look(0.0)
         assert (place.known, place.is_looking) == (HostAddresses((address,)), False)
     assert not names.asked

@@ -33,7 +33,7 @@ _NO_MEMORY = (
 
 
 class FilesNeeded(NamedTuple):
-    """The number of files that a node needs (``least``) and uses (``usual``)."""
+    """The number of open files that a node needs (``least``) and uses (``usual``)."""
 
     least: int
     usual: int

@@ -9,10 +9,16 @@ import threading
 
 import pytest
 
-from pslite import scarcity
+from pslite import resource_limits
 from pslite.errors import ConfigError
 from pslite.ids import Role
-from pslite.scarcity import allow_files, check_files, check_threads, files_needed, scarcity_told
+from pslite.resource_limits import (
+    allow_files,
+    check_files,
+    check_threads,
+    files_needed,
+    scarcity_told,
+)
 
 
 class Limits:
@@ -22,7 +28,7 @@ class Limits:
         self.soft, self.hard, self.num_open = 1024, 4096, 5
         monkeypatch.setattr(resource, "getrlimit", lambda which: (self.soft, self.hard))
         monkeypatch.setattr(resource, "setrlimit", self._set)
-        monkeypatch.setattr(scarcity, "_num_open", lambda: self.num_open)
+        monkeypatch.setattr(resource_limits, "_num_open", lambda: self.num_open)
 
     def _set(self, which: int, limits: tuple[int, int]) -> None:
         self.soft, self.hard = limits

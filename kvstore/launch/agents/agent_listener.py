@@ -1,8 +1,8 @@
-"""The launcher's gate: a socket that listens until all agents have connected.
+"""The launcher's listening socket, open until all agents have connected.
 
 A visitor (a new connection) has a few seconds to prove that it knows the job's key
 (``join_answer.py``) and to greet; only then is its link given to the code that waits for agents.
-The gate closes other connections without an answer. It never blocks, and runs on the launcher's
+The listener closes other connections without an answer. It never blocks, and runs on the launcher's
 main thread. Read ``cluster_job.py`` next.
 """
 

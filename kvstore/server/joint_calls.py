@@ -1,4 +1,4 @@
-"""``Meetings``: calls that all workers of a store make together.
+"""``JointCallCoordinator``: calls that all workers of a store make together.
 
 Each rank numbers its calls. The deciding rank (the lowest live one) carries a call out once every
 live rank has made it; the call ends for all ranks when the deciding rank has reported back. Ranks
@@ -18,7 +18,7 @@ from pslite.node.customer import Incoming
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _JointCall:
     """One call: the ranks that have made it, and the rank that carries it out."""
 
     name: str
@@ -29,11 +29,11 @@ class _Meeting:
     """The ranks' calls differ, or one cannot take part; later ranks get this error too."""
 
 
-class Meetings:
+class JointCallCoordinator:
     """The calls of one store that are not over yet."""
 
     def __init__(self) -> None:
-        self._open: dict[int, _Meeting] = {}
+        self._open: dict[int, _JointCall] = {}
 
     def arrive(
         self,
@@ -44,56 +44,56 @@ class Meetings:
         error: BaseException | None = None,
     ) -> None:
         """Handle a rank's ``call``-th call; ``error`` says why that rank cannot take part."""
-        meeting = self._open.setdefault(call, _Meeting(name))
+        joint_call = self._open.setdefault(call, _JointCall(name))
         rank = rank_of(incoming.sender)
-        if meeting.error is None and meeting.name != name:
-            meeting.error = UsageError(
-                f"worker {rank} called {name}, but worker {min(meeting.arrived)} called "
-                f"{meeting.name}; make these calls in the same order on all workers"
+        if joint_call.error is None and joint_call.name != name:
+            joint_call.error = UsageError(
+                f"worker {rank} called {name}, but worker {min(joint_call.arrived)} called "
+                f"{joint_call.name}; make these calls in the same order on all workers"
             )
-        meeting.error = meeting.error or error
-        meeting.arrived[rank] = incoming
-        self._look_at(call, meeting, live)
+        joint_call.error = joint_call.error or error
+        joint_call.arrived[rank] = incoming
+        self._look_at(call, joint_call, live)
 
     def departed(self, live: Sequence[int]) -> None:
         """Stop waiting for a rank that has left; another may have to carry out its calls."""
-        for call, meeting in list(self._open.items()):
-            if meeting.carried_out_by is not None and meeting.carried_out_by not in live:
-                meeting.carried_out_by = None
-            self._look_at(call, meeting, live)
+        for call, joint_call in list(self._open.items()):
+            if joint_call.carried_out_by is not None and joint_call.carried_out_by not in live:
+                joint_call.carried_out_by = None
+            self._look_at(call, joint_call, live)
 
     def fail(self, error: UsageError, live: Sequence[int]) -> None:
         """Fail all open calls: some ranks will never make them.
 
         Calls of ``close`` are kept: no worker waits for them, and all workers may still make them.
         """
-        for call, meeting in list(self._open.items()):
-            if meeting.carried_out_by is None and meeting.name != CLOSING:
-                meeting.error = meeting.error or error
-                self._look_at(call, meeting, live)
+        for call, joint_call in list(self._open.items()):
+            if joint_call.carried_out_by is None and joint_call.name != CLOSING:
+                joint_call.error = joint_call.error or error
+                self._look_at(call, joint_call, live)
 
     def done(self, call: int, news: bytes, error: BaseException | None) -> str:
         """Record that the deciding rank has finished or failed; return the call's name."""
-        meeting = self._open.pop(call, None)
-        if meeting is None:
+        joint_call = self._open.pop(call, None)
+        if joint_call is None:
             return ""
-        for rank, incoming in meeting.arrived.items():
-            if rank == meeting.carried_out_by:
+        for rank, incoming in joint_call.arrived.items():
+            if rank == joint_call.carried_out_by:
                 continue
             if error is not None:
                 incoming.fail(error)
             else:
                 incoming.respond(pack(False, news))
-        return meeting.name
+        return joint_call.name
 
-    def _look_at(self, call: int, meeting: _Meeting, live: Sequence[int]) -> None:
+    def _look_at(self, call: int, joint_call: _JointCall, live: Sequence[int]) -> None:
         """Let the deciding rank proceed once all ranks have called, or fail the call."""
-        all_there = bool(live) and meeting.arrived.keys() >= set(live)
-        if meeting.error is not None:
-            for incoming in meeting.arrived.values():  # a request is answered only once
-                incoming.fail(meeting.error)
+        all_there = bool(live) and joint_call.arrived.keys() >= set(live)
+        if joint_call.error is not None:
+            for incoming in joint_call.arrived.values():  # a request is answered only once
+                incoming.fail(joint_call.error)
             if all_there:
                 del self._open[call]
-        elif meeting.carried_out_by is None and all_there:
-            meeting.carried_out_by = min(live)
-            meeting.arrived[min(live)].respond(pack(True, b""))
+        elif joint_call.carried_out_by is None and all_there:
+            joint_call.carried_out_by = min(live)
+            joint_call.arrived[min(live)].respond(pack(True, b""))

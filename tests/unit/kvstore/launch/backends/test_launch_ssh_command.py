@@ -12,13 +12,8 @@ import pytest
 
 from kvstore.launch.backends.hosts import Host
 from kvstore.launch.backends.rsync import sync_refusal
-from kvstore.launch.backends.ssh_login import (
-    login,
-    no_program,
-    refusal,
-    shell_line,
-    ssh_argv,
-)
+from kvstore.launch.backends.ssh_command import login, shell_line, ssh_argv
+from kvstore.launch.backends.ssh_errors import no_program, refusal
 
 PRINT_WORDS = "import json, sys; print(json.dumps(sys.argv[1:]))"
 

@@ -1,4 +1,4 @@
-"""Who is let in at the gate: agents that know the job's key, and nobody else."""
+"""Who is let in: agents that know the job's key, and nobody else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.launch.agents import gate, join
-from kvstore.launch.agents.gate import AgentListener
+from kvstore.launch.agents import agent_listener, join
+from kvstore.launch.agents.agent_listener import AgentListener
 from kvstore.launch.agents.join import (
     PROGRAM_NAME,
     TICKET_NAME,
@@ -36,13 +36,13 @@ OTHER = b"x" * NONCE_BYTES
 
 
 class Door:
-    """A gate on loopback, turned by hand; the time is what the test says."""
+    """A listener on loopback, turned by hand; the time is what the test says."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
         self.admitted: list[tuple[AgentLink, Mapping[str, Any]]] = []
-        self.gate = AgentListener(self.listener, KEY, self._admit)
+        self.agent_listener = AgentListener(self.listener, KEY, self._admit)
 
     def _admit(self, link: AgentLink, greeting: Mapping[str, Any]) -> list[Any]:
         self.admitted.append((link, greeting))
@@ -55,12 +55,12 @@ class Door:
 
     def ready(self, timeout_s: float = 5.0) -> list[selectors.SelectorKey]:
         with selectors.PollSelector() as selector:
-            self.gate.adjust(selector, paused=False)
+            self.agent_listener.adjust(selector, paused=False)
             return [key for key, _ in selector.select(timeout_s)]
 
     def is_open(self) -> bool:
         with selectors.PollSelector() as selector:
-            self.gate.adjust(selector, paused=False)
+            self.agent_listener.adjust(selector, paused=False)
             return self.listener.fileno() in selector.get_map()
 
     def visit(self) -> socket.socket:
@@ -71,7 +71,7 @@ class Door:
     def close(self) -> None:
         for link, _ in self.admitted:
             link.close()
-        self.gate.close()
+        self.agent_listener.close()
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ NONCE = b"n" * NONCE_BYTES
 
 
 def agreed(door: Door, visitor: socket.socket, key: str = KEY) -> Handshake:
-    """Prove to the gate that ``key`` is known."""
+    """Prove to the agent_listener that ``key`` is known."""
     head = received(visitor, len(HELLO) + NONCE_BYTES)
     assert head.startswith(HELLO)
     handshake = Handshake(key, head[len(HELLO) :], NONCE)
@@ -192,14 +192,14 @@ def test_who_greets_with_something_else_is_closed(door: Door) -> None:
 def test_who_says_nothing_is_closed_after_a_while(door: Door) -> None:
     with door.visit() as visitor:
         received(visitor, len(HELLO) + NONCE_BYTES)
-        assert door.gate.tick(1.0) == ([], gate.VISIT_S - 1.0)
-        assert door.gate.tick(gate.VISIT_S) == ([], None)
+        assert door.agent_listener.tick(1.0) == ([], agent_listener.VISIT_S - 1.0)
+        assert door.agent_listener.tick(agent_listener.VISIT_S) == ([], None)
         assert is_closed(visitor)
 
 
 def test_strangers_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for two: the first stranger goes, and not who has proved who it is."""
-    monkeypatch.setattr(gate, "MOST_VISITORS", 2)
+    monkeypatch.setattr(agent_listener, "MOST_VISITORS", 2)
     with door.visit() as agent:
         handshake = agreed(door, agent)
         assert received(agent, 32) == handshake.launcher_proof()
@@ -216,14 +216,14 @@ def test_strangers_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) 
 def test_who_was_sent_away_in_the_same_turn_is_not_heard(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "MOST_VISITORS", 1)
+    monkeypatch.setattr(agent_listener, "MOST_VISITORS", 1)
     with door.visit() as first:
         first.sendall(b"x")
         with socket.create_connection(door.address, 5.0) as second:
             until = door.ready()
             while len(until) < 2:
                 until = door.ready()
-            for key in sorted(until, key=lambda key: key.data != door.gate.let_in):
+            for key in sorted(until, key=lambda key: key.data != door.agent_listener.let_in):
                 assert key.data(0.0) == []
             assert received(second, len(HELLO)) == HELLO
 
@@ -241,14 +241,14 @@ def test_without_files_it_pauses_and_says_so_once(
         )  # fmt: skip
         accept = staticmethod(refused)
 
-    monkeypatch.setattr(door.gate, "_listener", Full())
-    [note] = door.gate.let_in(10.0)
+    monkeypatch.setattr(door.agent_listener, "_listener", Full())
+    [note] = door.agent_listener.let_in(10.0)
     assert "raise 'ulimit -n'" in str(note)
     assert not door.is_open()
-    assert door.gate.tick(10.5) == ([], 0.5)
-    door.gate.tick(11.0)
+    assert door.agent_listener.tick(10.5) == ([], 0.5)
+    door.agent_listener.tick(11.0)
     assert door.is_open()
-    assert door.gate.let_in(12.0) == []
+    assert door.agent_listener.let_in(12.0) == []
 
 
 def test_who_says_more_than_a_greeting_is_closed(door: Door) -> None:
@@ -264,7 +264,7 @@ def test_who_says_more_than_a_greeting_is_closed(door: Door) -> None:
 
 def test_a_closed_gate_lets_nobody_in(door: Door) -> None:
     with door.visit() as visitor:
-        door.gate.close()
+        door.agent_listener.close()
         assert is_closed(visitor)
         with pytest.raises(OSError):
             socket.create_connection(door.address, 0.2)

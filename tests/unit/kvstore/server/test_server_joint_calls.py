@@ -8,7 +8,7 @@ import pytest
 from store_requests import Asked
 
 from kvstore.protocol.requests import pack, unpack
-from kvstore.server.meetings import Meetings
+from kvstore.server.joint_calls import JointCallCoordinator
 from pslite.errors import UsageError
 
 
@@ -17,7 +17,7 @@ class Ranks:
 
     def __init__(self, num_workers: int) -> None:
         self.live = list(range(num_workers))
-        self.meetings = Meetings()
+        self.meetings = JointCallCoordinator()
 
     def come(
         self,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pslite.protocol.surveys import AGAIN_S, ANSWER_S, FRESH_S, PAUSE_S, Looks
+from pslite.protocol.deadlocks import AGAIN_S, PAUSE_S, DeadlockDetector
+from pslite.protocol.surveys import ANSWER_S, FRESH_S
 
 W0, W1 = 9, 11
 STILL = {1: 5, 8: 3, W0: 7, W1: 2}
 
 
-def looking(now: float = 10.0) -> Looks:
+def looking(now: float = 10.0) -> DeadlockDetector:
     """All workers have waited for long, and all nodes are asked."""
-    looks = Looks()
+    looks = DeadlockDetector()
     looks.long_wait(W0, 2, now)
     looks.long_wait(W1, 2, now)
     assert looks.take_due(now)
@@ -20,7 +21,7 @@ def looking(now: float = 10.0) -> Looks:
 
 
 def test_nobody_is_asked_before_all_workers_have_waited_for_long() -> None:
-    looks = Looks()
+    looks = DeadlockDetector()
     looks.long_wait(W0, 2, 10.0)
     looks.long_wait(W0, 2, 20.0)
     assert (looks.due_at, looks.take_due(20.0)) == (None, False)

@@ -2,8 +2,8 @@
 
 Only this module of the project unpickles. It reads only files of the same user: the directory has
 mode 0700, owner and mode are checked before reading, and nothing here came over the network as a
-message. A parcel is one line of JSON, followed by bytes of pickle. It is written under another name
-and then renamed, so it is always complete. Used by the caller (``job.py``) and by the workers
+message. A call file is one line of JSON, followed by bytes of pickle. It is written under another
+name and then renamed, so it is always complete. Used by the caller (``job.py``) and by the workers
 (``worker.py``). Any thread may call.
 """
 
@@ -43,7 +43,7 @@ _PROTOCOL = 5
 
 
 class NotReadable(Exception):
-    """A parcel cannot be read: wrong owner or Python, or a missing module."""
+    """A call file cannot be read: wrong owner or Python, or a missing module."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,11 @@ def orders_path(directory: Path, rank: int) -> Path:
     return directory / f"orders-{rank}"
 
 
-# -- parcels ------------------------------------------------------------------------------
+# -- call_files ------------------------------------------------------------------------------
 
 
 def write(path: Path, header: Mapping[str, Any], body: bytes = b"") -> None:
-    """Write a parcel to ``path``, readable by this user only. Raises OSError."""
+    """Write a call file to ``path``, readable by this user only. Raises OSError."""
     own = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -138,7 +138,7 @@ def write(path: Path, header: Mapping[str, Any], body: bytes = b"") -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return header and body of a parcel; unpickle the body with :func:`load`.
+    """Return header and body of a call file; unpickle the body with :func:`load`.
 
     Raises OSError, and :class:`NotReadable`, also if it belongs to another user.
     """
@@ -237,7 +237,7 @@ def dump(value: object, what: str) -> bytes:
 def load(body: bytes) -> Any:
     """Unpickle the output of :func:`dump`. Raises the errors of the value's classes.
 
-    ``body`` must come from a parcel that :func:`read` has returned.
+    ``body`` must come from a call file that :func:`read` has returned.
     """
     return pickle.loads(body)
 
