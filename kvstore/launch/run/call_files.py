@@ -219,9 +219,9 @@ def dump(value: object, what: str) -> bytes:
     except ImportError:
         cloudpickle = None
     file = io.BytesIO()
-    pickler = (_PlainPickler if cloudpickle is None else cloudpickle.Pickler)(file, _PROTOCOL)
+    make = _PlainPickler if cloudpickle is None else _with_file_names(cloudpickle.Pickler)
     try:
-        pickler.dump(value)
+        make(file, _PROTOCOL).dump(value)
     except MissingDependencyError:
         raise
     except Exception as error:  # whatever a __reduce__ of the user raises
@@ -253,6 +253,27 @@ class _PlainPickler(pickle.Pickler):
         if is_code and value.__module__ == "__main__":
             raise _needs_cloudpickle(value.__qualname__, "it is defined in __main__")
         return NotImplemented
+
+
+def _with_file_names(pickler: Any) -> Any:
+    """Return a subclass of cloudpickle's pickler that keeps the file names of code.
+
+    Since version 3.1.3 it leaves them out; tracebacks would then lack the lines of the source.
+    """
+
+    class Pickler(pickler):  # type: ignore[misc]  # its type is Any
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, types.CodeType):
+                make, fields = self.dispatch_table[types.CodeType](value)
+                return _make_code, (make, fields, value.co_filename)
+            return super().reducer_override(value)
+
+    return Pickler
+
+
+def _make_code(make: Any, fields: tuple[Any, ...], file_name: str) -> types.CodeType:
+    code: types.CodeType = make(*fields).replace(co_filename=file_name)
+    return code
 
 
 def _needs_cloudpickle(what: str, why: str) -> MissingDependencyError:
