@@ -11,8 +11,8 @@ from typing import Protocol
 from pslite.errors import DeadlineError
 from pslite.ids import NodeInfo
 from pslite.node.data import Traffic
-from pslite.node.failure_detector import FailureDetector, beat_at
 from pslite.node.office import Office
+from pslite.node.peer_watch import PeerWatch, beat_at
 from pslite.node.report import Reporter
 from pslite.protocol.membership import Gone, LossReports
 from pslite.wire.messages import Beat, Leave, Members
@@ -28,7 +28,7 @@ class ControlOffice(Office, Protocol):
     """The interface of a node for its control: also data, liveness and reports."""
 
     traffic: Traffic
-    watch: FailureDetector
+    watch: PeerWatch
     reporter: Reporter
 
     def join(self, info: NodeInfo, roster: tuple[NodeInfo, ...], now: float) -> None:

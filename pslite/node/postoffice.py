@@ -26,12 +26,12 @@ from pslite.memory.heap import Bytes, Heap
 from pslite.memory.sharing import Sharing
 from pslite.node.customer import Customers, Handler, Reply
 from pslite.node.data import TICK_INTERVAL_S, Traffic
-from pslite.node.failure_detector import FailureDetector
 from pslite.node.io_queue import IOQueue
 from pslite.node.links import TELL_BYTES, Delivery, Links
 from pslite.node.log import Log
 from pslite.node.message_filter import FROM_MEMBERS, Admission
 from pslite.node.office import Control
+from pslite.node.peer_watch import PeerWatch
 from pslite.node.pool import InlinePool, Pool
 from pslite.node.report import Reporter
 from pslite.node.same_machine import MESSAGES as NEARBY
@@ -95,7 +95,7 @@ class Postoffice:
         self.customers = Customers(self._send_to_app, self.io_queue.call)
         self.traffic = Traffic(self)
         self.nearby: LocalPeers = LocalPeers(self)
-        self.watch = FailureDetector(self, self.traffic)
+        self.watch = PeerWatch(self, self.traffic)
         self.reporter = Reporter(self, self.traffic)
         #: Completes with this node's entry once the cluster is complete.
         self.ready: Future[NodeInfo] = Future("the cluster to be complete")

@@ -16,8 +16,8 @@ from pslite import WORKER_GROUP, Postoffice
 from pslite.errors import NodeLostError
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID
-from pslite.node.failure_detector import FailureDetector
 from pslite.node.links import Delivery
+from pslite.node.peer_watch import PeerWatch
 from pslite.testing.inproc import InprocVan
 from pslite.testing.simulator import DEFAULTS, Faults, Simulation
 from pslite.wire.messages import Leave, Members
@@ -412,7 +412,7 @@ def test_without_the_scheduler_who_finds_several_dead_at_one_look_names_the_firs
 ) -> None:
     """The others have lost it, said so, and ended, while one node was held up."""
     simulation = Simulation(1, 3, 2, prepare=install)
-    monkeypatch.setattr(FailureDetector, "_has_ended", lambda _, peer: peer in simulation._dead)
+    monkeypatch.setattr(PeerWatch, "_has_ended", lambda _, peer: peer in simulation._dead)
     victim, late = (
         (simulation.workers[1], simulation.servers[1])
         if role == "worker"

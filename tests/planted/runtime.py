@@ -173,7 +173,7 @@ BUGS = [
     ),
     Bug(
         "a node goes on connecting to a lost peer",
-        "pslite/node/failure_detector.py",
+        "pslite/node/peer_watch.py",
         "office.links.shut(gone.node.uid)\n            office.van.disconnect(gone.node.uid)",
         "office.links.shut(gone.node.uid)",
         "tests/faults/test_simulated_losses.py",

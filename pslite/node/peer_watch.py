@@ -1,4 +1,4 @@
-"""``FailureDetector``: sends heartbeats, detects losses and stalls (I/O thread).
+"""``PeerWatch``: sends heartbeats, detects losses and stalls (I/O thread).
 
 ``protocol/liveness.py`` decides. This file gives it the events of the van and the operating system,
 reports losses to ``control``, and drops the connections of nodes that ``control`` declares gone.
@@ -40,7 +40,7 @@ def beat_at(config: Config, now: float) -> float:
     return now + interval_s if interval_s > 0 else math.inf
 
 
-class FailureDetector:
+class PeerWatch:
     """The failure detector of one node."""
 
     def __init__(self, office: Office, traffic: Traffic) -> None:
