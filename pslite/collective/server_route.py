@@ -45,7 +45,7 @@ from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, Gr
 T = TypeVar("T")
 Progress = Callable[[int], None]
 """Hears how many bytes are there, from the beginning."""
-_CHUNKS = 4
+COLLECTIVE_CHUNKS = 4
 """A message brings at most this many times PS_CHUNK_BYTES of an array."""
 _LEAST_STEP = 1024
 """Of arrays whose sizes differ, a message brings at least this many bytes."""
@@ -197,7 +197,7 @@ class ServerRoute:
     def chunk_bytes(self, dtype: str) -> int:
         """Return how many bytes of arrays a message brings: whole elements of ``dtype``."""
         config, itemsize = self._asker.node.config, DTYPES[dtype].itemsize if dtype else 1
-        most = min(_CHUNKS * config.chunk_bytes, config.max_message_bytes // 2)
+        most = min(COLLECTIVE_CHUNKS * config.chunk_bytes, config.max_message_bytes // 2)
         return max(most // itemsize, 1) * itemsize
 
     def _under_way(

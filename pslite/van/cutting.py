@@ -19,8 +19,8 @@ import numpy as np
 from pslite.errors import ProtocolError
 from pslite.van.base import MAX_FRAMES, size_of
 
-PIECE_BYTES = 2 << 20
-"""As much as gathered values have in one message, so that those are sent and received whole."""
+PIECE_BYTES = 4 << 20
+"""The most that one message of a collective call has, so that it is received without a copy."""
 MARK = b"\xc1"
 """MessagePack never uses this byte, and what nodes say begins with a MessagePack array."""
 _MARK_BYTE = MARK[0]
