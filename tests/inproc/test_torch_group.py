@@ -243,6 +243,31 @@ def test_all_to_all_in_lists_and_in_one_tensor(three: list[Any]) -> None:
     ]
 
 
+def test_the_tensors_of_every_call_can_still_be_resized(three: list[Any]) -> None:
+    def run(group: Any) -> list[int]:
+        rank = group.rank()
+        tensors = [torch.ones(3) for _ in range(14)]
+        a, b, c, d, e, f, *many = tensors
+        whole, third, inputs, outputs = torch.ones(9), torch.ones(3), many[:3], many[3:6]
+        done(group.allreduce([a], options(AllreduceOptions)))
+        done(group.reduce([b], options(ReduceOptions, rootRank=1)))
+        done(group.broadcast([c], options(BroadcastOptions, rootRank=1)))
+        done(group.allgather([outputs], [d]))
+        done(group.gather([outputs] if rank == 0 else [], [e], options(GatherOptions)))
+        done(group.scatter([f], [inputs] if rank == 0 else [], options(ScatterOptions)))
+        done(group.reduce_scatter([many[6]], [inputs], options(ReduceScatterOptions)))
+        done(group.alltoall(outputs, inputs))
+        done(group.all_gather_single(whole, third))
+        done(group.reduce_scatter_single(third, whole, options(ReduceScatterOptions)))
+        done(group.all_to_all_single(third, many[7]))
+        sent = group.send([a], (rank + 1) % 3)
+        done(group.recv([b], (rank + 2) % 3))
+        done(sent)
+        return [each.resize_(100).numel() for each in (*tensors, whole, third)]
+
+    assert on_all(three, run) == [[100] * 16] * 3
+
+
 def test_messages_keep_their_tags_and_say_whom_they_are_from(three: list[Any]) -> None:
     def run(group: Any) -> Any:
         if group.rank() > 0:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvstore.arrays.dtypes import bfloat16
+from kvstore.arrays.torch import array_in, numpy_dtype
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 
 Array = np.ndarray[Any, Any]
@@ -32,11 +33,6 @@ OPERATIONS = {
     "BXOR": "bxor",
     "PREMUL_SUM": "premul_sum",
 }
-_OF_NUMPY = (
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 "
-    "float16 float32 float64 complex64 complex128"
-)
-_NUMPY_HAS = frozenset(getattr(torch, name) for name in _OF_NUMPY.split() if hasattr(torch, name))
 
 
 def array_of(tensor: torch.Tensor) -> Array:
@@ -45,19 +41,17 @@ def array_of(tensor: torch.Tensor) -> Array:
     Raises ``ArgumentTypeError`` for a tensor that is not a dense tensor on the CPU.
     """
     _check(tensor)
-    plain = tensor.detach()
-    if plain.dtype in _NUMPY_HAS:
-        array: Array = plain.numpy()
-        return array
-    if plain.dtype == torch.bfloat16:
-        bits: Array = plain.view(torch.int16).numpy()
-        return bits.view(bfloat16())
-    if plain.dtype.itemsize == 1:
-        raw: Array = plain.view(torch.uint8).numpy()
-        return raw
-    raise ArgumentTypeError(
-        f"a tensor of {tensor.dtype} cannot travel; convert it, such as tensor.to(torch.float32)"
-    )
+    dtype = numpy_dtype(tensor)
+    if dtype is None and tensor.dtype.itemsize == 1:
+        dtype = np.dtype(np.uint8)
+    if dtype is None:
+        raise ArgumentTypeError(
+            f"a tensor of {tensor.dtype} cannot travel; convert it, such as "
+            "tensor.to(torch.float32)"
+        )
+    # Detaching is slow, and needed for subclasses only: some wait for their values there.
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return array_in(tensor if plain else tensor.detach(), dtype)
 
 
 def contiguous(tensor: torch.Tensor) -> Array:
@@ -86,7 +80,7 @@ def fill(tensor: torch.Tensor, values: Array, dtype: str | None = None) -> None:
 
 def check_reducible(tensor: torch.Tensor) -> None:
     """Raise ``ArgumentTypeError`` for numbers that cannot be added."""
-    if tensor.dtype not in _NUMPY_HAS and tensor.dtype != torch.bfloat16:
+    if numpy_dtype(tensor) is None:
         raise ArgumentTypeError(
             f"tensors of {tensor.dtype} can be moved and not added; convert them, such as "
             "tensor.to(torch.bfloat16)"
