@@ -138,6 +138,73 @@ def sparse_sum(
     return functools.reduce(torch.add, parts).coalesce()
 
 
+# -- what calls return ---------------------------------------------------------------------------
+
+
+def fill_sum(output: torch.Tensor, value: Any) -> None:
+    """Store a sum: a dense one, or the rows of all ranks for a sparse tensor."""
+    if output.layout == torch.sparse_coo:
+        indices, values = value
+        with torch.no_grad():  # a detached tensor would get new indices of its own
+            output.copy_(sparse_sum(indices, values, output))
+    else:
+        fill(output, value)
+
+
+def fill_if_given(output: torch.Tensor, value: Array | None) -> None:
+    """Store a value on the ranks that get one."""
+    if value is not None:
+        fill(output, value)
+
+
+def fill_scattered(output: torch.Tensor, value: Array) -> None:
+    """Store this rank's piece."""
+    # Only the root has arrays with ml_dtypes' bfloat16; the others get the bits.
+    are_bits = output.dtype == torch.bfloat16 and value.dtype == np.uint16
+    fill(output, value, "bfloat16" if are_bits else None)
+
+
+def fill_each(outputs: Sequence[torch.Tensor], values: Sequence[Array] | None) -> None:
+    """Store one value in each tensor, if this rank gets them."""
+    if values is None:
+        return
+    if len(outputs) != len(values):
+        raise ArgumentValueError(f"expected {len(values)} output tensors, got {len(outputs)}")
+    for output, value in zip(outputs, values, strict=True):
+        fill(output, value)
+
+
+def fill_in_turn(output: torch.Tensor, values: Sequence[Array]) -> None:
+    """Store the values one after the other in one tensor."""
+    total = sum(value.size for value in values)
+    if output.numel() != total:
+        raise ArgumentValueError(
+            f"expected an output of {total} elements for what {len(values)} ranks have sent, got "
+            f"one of shape {tuple(output.shape)}"
+        )
+    whole = output.detach() if output.is_contiguous() else output.new_empty(output.shape)
+    flat = whole.view(-1)
+    at = 0
+    for value in values:
+        fill(flat[at : at + value.size], value)
+        at += value.size
+    if not output.is_contiguous():
+        output.detach().copy_(whole)
+
+
+def fill_rows(targets: Sequence[Array], values: Sequence[Array]) -> None:
+    """Store one value in each piece of a tensor."""
+    for target, value in zip(targets, values, strict=True):
+        if target.size != value.size:
+            raise ArgumentValueError(
+                f"expected {value.size} elements for what was received, got room for {target.size}"
+            )
+        target[...] = value.view(target.dtype).reshape(target.shape)
+
+
+# -- what can be taken ---------------------------------------------------------------------------
+
+
 def _check(tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu":
         raise ArgumentTypeError(
