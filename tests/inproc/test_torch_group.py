@@ -438,6 +438,19 @@ def test_a_call_of_which_a_rank_is_missing_ends_with_the_timeout() -> None:
         done(work)
 
 
+@pytest.mark.parametrize("shm", [True, False])
+def test_a_monitored_barrier_names_all_ranks_that_have_not_come(shm: bool) -> None:
+    """Without shared memory, the servers are asked, in time for a timeout of a second."""
+    with ranks_of(4, shm=shm) as groups:
+        late = threading.Thread(target=lambda: groups[1].monitored_barrier())
+        late.start()
+        with pytest.raises(DeadlineError, match=r"Timed out after 1 s.*barrier.*for ranks 2, 3 "):
+            groups[0].monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
+        on_all(groups[2:], lambda group: group.monitored_barrier())
+        late.join(20)
+        assert not late.is_alive()
+
+
 def test_a_long_wait_is_reported() -> None:
     with ranks_of(2, stall_report_s=0.05) as groups:
         node = groups[0].cluster.node
