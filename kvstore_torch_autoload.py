@@ -6,7 +6,8 @@ in it would break ``import torch`` in the whole environment. So this module impo
 
 ``KVSTORE_TORCH_REPLACES=gloo,mpi`` has scripts that name those backends use ``kvstore`` instead,
 for jobs on CPUs. Under mpiexec and srun, a group of ``kvstore`` for which the script names no rank
-takes theirs. ``import kvstore.torch`` registers as well.
+takes theirs. ``monitored_barrier``, which PyTorch keeps for gloo, works for groups of ``kvstore``
+too. ``import kvstore.torch`` registers as well.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from typing import Any
 
 NAME = "kvstore"
@@ -42,6 +44,7 @@ def register() -> None:
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    _set(dist, "monitored_barrier", _monitored_barrier(dist))
     replaced = _replaced(os.environ.get(REPLACES_NAME, ""))
     if replaced or any(name in os.environ for name in RANKS_OF_MPI):
         _replace(dist, replaced)
@@ -60,14 +63,35 @@ def _replaced(names: str) -> frozenset[str]:
 def _replace(dist: Any, replaced: Collection[str]) -> None:
     """Have groups of these backends made by ``kvstore``, and the first one look for its rank."""
     for name in ("init_process_group", "new_group", "new_subgroups"):
-        original = getattr(dist, name)
-        if not hasattr(original, _MARK):
-            renaming = _renaming(original, replaced)
-            setattr(dist, name, renaming)
-            setattr(dist.distributed_c10d, name, renaming)
+        _set(dist, name, _renaming(getattr(dist, name), replaced))
     defaults = dist.Backend.default_device_backend_map
     if defaults.get("cpu") in replaced:
         defaults["cpu"] = NAME
+
+
+def _set(dist: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace a function of ``torch.distributed`` once."""
+    if not hasattr(getattr(dist, name), _MARK):
+        setattr(function, _MARK, True)
+        setattr(dist, name, function)
+        setattr(dist.distributed_c10d, name, function)
+
+
+def _monitored_barrier(dist: Any) -> Callable[..., Any]:
+    original = dist.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> Any:
+        found = dist.group.WORLD if group is None else group
+        if not isinstance(found, dist.ProcessGroup) or dist.get_backend(found) != NAME:
+            return original(group, timeout, wait_all_ranks)
+        if isinstance(timeout, (int, float)):  # PyTorch takes seconds here
+            timeout = timedelta(seconds=timeout)
+        return found.monitored_barrier(timeout, wait_all_ranks)
+
+    return monitored_barrier
 
 
 def _renaming(original: Callable[..., Any], replaced: Collection[str]) -> Callable[..., Any]:
@@ -84,7 +108,6 @@ def _renaming(original: Callable[..., Any], replaced: Collection[str]) -> Callab
             given = with_mpi(given, "mpi" in _names(backend), os.environ)
         return original(**given)
 
-    setattr(make_group, _MARK, True)
     return make_group
 
 

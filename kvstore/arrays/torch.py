@@ -1,8 +1,8 @@
 """The adapter for PyTorch tensors, and the only import of PyTorch in the project.
 
-NumPy views a tensor on the CPU without a copy, and CuPy views one on a CUDA device (DLPack). DLPack
-does not support bfloat16 with them: on the CPU, NumPy views such a tensor as 16-bit integers; from
-a GPU it is copied to the host. Any thread may call. Tests of CUDA tensors are in ``tests/gpu``.
+NumPy views a tensor on the CPU without a copy (``array_in``), and CuPy views one on a CUDA device
+(DLPack). DLPack does not support bfloat16 with CuPy: from a GPU such a tensor is copied to the
+host. Any thread may call. Tests of CUDA tensors are in ``tests/gpu``.
 
 **Autograd.** Reads and writes are not recorded, as under ``torch.no_grad()``, so a parameter that
 requires gradients can be filled. Each write increments the tensor's version, as PyTorch's own
@@ -45,8 +45,7 @@ class TorchAdapter(ViewAdapter):
     def dtype(self, array: Array) -> np.dtype[Any]:
         plain = _plain(array)
         _check(plain)
-        name = str(plain.dtype)
-        return bfloat16() if name == _BFLOAT16 else _DTYPES[name]
+        return _dtype_of(plain)
 
     def view(self, array: Array) -> NativeArray:
         import torch
@@ -119,6 +118,57 @@ def tensor_of(host: np.ndarray[Any, Any]) -> Array:
     return torch.from_numpy(np.array(host))
 
 
+def numpy_dtype(tensor: Any) -> np.dtype[Any] | None:
+    """Return NumPy's dtype of a tensor's elements; None if NumPy has none."""
+    name = str(tensor.dtype)
+    return bfloat16() if name == _BFLOAT16 else _DTYPES.get(name)
+
+
+def array_in(tensor: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return a dense CPU tensor's own memory as a writable array, strides too.
+
+    ``dtype`` has the size of the tensor's elements. Raises ``ArgumentTypeError`` if the values are
+    not in the tensor's memory as they are read.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        raise ArgumentTypeError(
+            "expected a tensor whose memory holds its values, got a view that conjugates or "
+            "negates them; pass tensor.resolve_conj().resolve_neg()"
+        )
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel() > 0:
+        raise ArgumentTypeError(
+            f"expected a tensor with memory, got a {type(tensor).__qualname__} of shape "
+            f"{tuple(tensor.shape)} whose storage was freed, or that is made of other tensors; "
+            "pass a plain tensor with the values"
+        )
+    if address == 0:
+        return np.empty(tensor.shape, dtype)  # NumPy before 2.4 takes no memory without an address
+    array = np.asarray(_TensorMemory(tensor, address, dtype))
+    return array if array.dtype == dtype else array.view(dtype)
+
+
+class _TensorMemory:
+    """A tensor's memory in NumPy's array interface; keeps the tensor's storage alive.
+
+    After ``tensor.numpy()``, PyTorch never again lets the storage be resized, as ``resize_`` and
+    FullyShardedDataParallel do.
+    """
+
+    __slots__ = ("__array_interface__", "_storage")
+
+    def __init__(self, tensor: Any, address: int, dtype: np.dtype[Any]) -> None:
+        self._storage = tensor.untyped_storage()
+        size = dtype.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": dtype.str,  # of bfloat16, any two bytes
+            "shape": tensor.shape,
+            "strides": tuple([size * step for step in tensor.stride()]),
+            "data": (address, False),
+        }
+
+
 def _plain(tensor: Any) -> Any:
     """Return a plain tensor that shares memory, without autograd history or subclass."""
     import torch
@@ -160,11 +210,7 @@ def _check(plain: Any) -> None:
         raise _refused(
             f"it is on the device {device}, which stores do not support; pass tensor.cpu()"
         )
-    name = str(plain.dtype)
-    if name not in _DTYPES and name != _BFLOAT16:
-        raise _refused(
-            f"its dtype {name} is not supported; convert it, such as tensor.to(torch.float32)"
-        )
+    _dtype_of(plain)
     try:
         plain.data_ptr()
     except RuntimeError as error:
@@ -172,6 +218,16 @@ def _check(plain: Any) -> None:
             "its values cannot be read inside torch.vmap or torch.func.grad; call the store "
             "outside the transformed function"
         ) from error
+
+
+def _dtype_of(plain: Any) -> np.dtype[Any]:
+    found = numpy_dtype(plain)
+    if found is None:
+        raise _refused(
+            f"its dtype {plain.dtype} is not supported; convert it, such as "
+            "tensor.to(torch.float32)"
+        )
+    return found
 
 
 def _refused(reason: str) -> ArgumentTypeError:
@@ -190,11 +246,5 @@ def _is_on_host(plain: Any) -> bool:
 
 def _as_numpy(plain: Any) -> np.ndarray[Any, Any]:
     """Return a CPU tensor as an array, copied only if NumPy cannot view it."""
-    import torch
-
     resolved = plain.resolve_conj().resolve_neg()
-    if resolved.dtype == torch.bfloat16:
-        bits: np.ndarray[Any, Any] = resolved.view(torch.int16).numpy()
-        return bits.view(bfloat16())
-    array: np.ndarray[Any, Any] = resolved.numpy()
-    return array
+    return array_in(resolved, _dtype_of(resolved))

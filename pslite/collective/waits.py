@@ -16,7 +16,9 @@ from pslite.ids import Role, node_id
 from pslite.node.customer import Reply
 from pslite.protocol.collective import CallKey, waiting_text
 
-_ASK_S = 1.0
+_LOOK_S = 0.25
+"""So long a call waits before the servers are asked: less than any usual timeout."""
+_ASK_AGAIN_S = 1.0
 
 
 class CallWait:
@@ -30,6 +32,7 @@ class CallWait:
         """Those without an answer; None: the servers see no message of this call."""
         self.missing: Sequence[int] | None = None
         """The workers that have not come; None: not known yet."""
+        self.ask_after_s = _LOOK_S
         self._text = text
         self._clock = clock
         self._began = clock()
@@ -66,7 +69,7 @@ class CallWaits:
             self._open.add(wait)
             is_first, self._is_looking = not self._is_looking, True
         if is_first:
-            self._node.io_queue.call(lambda: self._timer.set(self._node.clock() + _ASK_S))
+            self._node.io_queue.call(lambda: self._timer.set(self._node.clock() + _LOOK_S))
         return wait
 
     def end(self, wait: CallWait) -> None:
@@ -82,9 +85,10 @@ class CallWaits:
         if not self._is_looking:
             return
         for wait in waits:
-            if wait.waited_s >= _ASK_S:
+            if wait.waited_s >= wait.ask_after_s:
+                wait.ask_after_s = wait.waited_s + _ASK_AGAIN_S
                 self._ask(wait)
-        self._timer.set(now + _ASK_S)
+        self._timer.set(now + _LOOK_S)
 
     def _ask(self, wait: CallWait) -> None:
         config, chunk = self._node.config, min(list(wait.chunks or ()), default=0)

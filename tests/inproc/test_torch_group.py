@@ -243,6 +243,31 @@ def test_all_to_all_in_lists_and_in_one_tensor(three: list[Any]) -> None:
     ]
 
 
+def test_the_tensors_of_every_call_can_still_be_resized(three: list[Any]) -> None:
+    def run(group: Any) -> list[int]:
+        rank = group.rank()
+        tensors = [torch.ones(3) for _ in range(14)]
+        a, b, c, d, e, f, *many = tensors
+        whole, third, inputs, outputs = torch.ones(9), torch.ones(3), many[:3], many[3:6]
+        done(group.allreduce([a], options(AllreduceOptions)))
+        done(group.reduce([b], options(ReduceOptions, rootRank=1)))
+        done(group.broadcast([c], options(BroadcastOptions, rootRank=1)))
+        done(group.allgather([outputs], [d]))
+        done(group.gather([outputs] if rank == 0 else [], [e], options(GatherOptions)))
+        done(group.scatter([f], [inputs] if rank == 0 else [], options(ScatterOptions)))
+        done(group.reduce_scatter([many[6]], [inputs], options(ReduceScatterOptions)))
+        done(group.alltoall(outputs, inputs))
+        done(group.all_gather_single(whole, third))
+        done(group.reduce_scatter_single(third, whole, options(ReduceScatterOptions)))
+        done(group.all_to_all_single(third, many[7]))
+        sent = group.send([a], (rank + 1) % 3)
+        done(group.recv([b], (rank + 2) % 3))
+        done(sent)
+        return [each.resize_(100).numel() for each in (*tensors, whole, third)]
+
+    assert on_all(three, run) == [[100] * 16] * 3
+
+
 def test_messages_keep_their_tags_and_say_whom_they_are_from(three: list[Any]) -> None:
     def run(group: Any) -> Any:
         if group.rank() > 0:
@@ -411,6 +436,19 @@ def test_a_call_of_which_a_rank_is_missing_ends_with_the_timeout() -> None:
         done(groups[1].allreduce([torch.ones(2)], options(AllreduceOptions)))
         done(groups[1].barrier())
         done(work)
+
+
+@pytest.mark.parametrize("shm", [True, False])
+def test_a_monitored_barrier_names_all_ranks_that_have_not_come(shm: bool) -> None:
+    """Without shared memory, the servers are asked, in time for a timeout of a second."""
+    with ranks_of(4, shm=shm) as groups:
+        late = threading.Thread(target=lambda: groups[1].monitored_barrier())
+        late.start()
+        with pytest.raises(DeadlineError, match=r"Timed out after 1 s.*barrier.*for ranks 2, 3 "):
+            groups[0].monitored_barrier(timedelta(seconds=1), wait_all_ranks=True)
+        on_all(groups[2:], lambda group: group.monitored_barrier())
+        late.join(20)
+        assert not late.is_alive()
 
 
 def test_a_long_wait_is_reported() -> None:

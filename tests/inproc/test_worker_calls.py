@@ -76,6 +76,22 @@ def test_results_go_to_the_callers_array(three: Workers, library: str) -> None:
         assert own.tolist() == [3.0, 3.0]
 
 
+def test_tensors_can_be_resized_after_the_calls_of_a_store() -> None:
+    torch = pytest.importorskip("torch")
+
+    def script(kv: Any) -> list[int]:
+        initial, pushed, pulled, both, reduced = tensors = [torch.ones(3) for _ in range(5)]
+        kv.init("key", initial)
+        kv.push("key", pushed)
+        kv.pull("key", out=pulled)
+        kv.pushpull("key", both)
+        kv.all_reduce(reduced, out=reduced)
+        return [each.resize_(100).numel() for each in tensors]
+
+    with Workers("dist_sync", num_workers=2, num_servers=1) as workers:
+        assert workers.run(script) == [[100] * 5] * 2
+
+
 def test_an_object_arrives_on_all_workers(three: Workers) -> None:
     state = {"step": 3, "betas": (0.9, 0.999), "rows": np.arange(1000.0), 7: [None, b"x", True]}
 

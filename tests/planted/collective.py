@@ -44,7 +44,7 @@ BUGS = [
     Bug(
         "the servers are not asked who is missing in a call that waits long",
         "pslite/collective/waits.py",
-        "if wait.waited_s >= _ASK_S:",
+        "if wait.waited_s >= wait.ask_after_s:",
         "if wait.waited_s < 0:",
         f"{_CALLS}::test_a_long_wait_names_the_call_and_the_ranks_that_have_not_made_it",
     ),

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,9 +29,14 @@ from kvstore.frameworks.torch.tensors import (
     check_reducible,
     contiguous,
     fill,
+    fill_each,
+    fill_if_given,
+    fill_in_turn,
+    fill_rows,
+    fill_scattered,
+    fill_sum,
     operation,
     rows_of,
-    sparse_sum,
 )
 from kvstore.frameworks.torch.work import Completions, KVStoreWork
 from pslite import Communicator, Future
@@ -171,7 +175,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
             array = _summand(tensor)
             return self.calls.all_reduce(array, op, factor=factor, out=array)
 
-        return self._each(found, found, call, _fill_sum, opts)
+        return self._each(found, found, call, fill_sum, opts)
 
     def _all_gather_sparse(self, tensor: torch.Tensor, op: str) -> Future[Any]:
         """Send every rank's rows to all ranks, for embeddings with ``sparse=True``."""
@@ -194,7 +198,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         def call(tensor: torch.Tensor) -> Future[Any]:
             return self.calls.reduce(_summand(tensor), root, op, factor=factor)
 
-        return self._each(found, found, call, _fill_if_given, opts)
+        return self._each(found, found, call, fill_if_given, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
         """Combine each input over all ranks; rank i gets the i-th result."""
@@ -238,7 +242,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
         """Give every rank the inputs of all ranks."""
         call = lambda tensor: self.calls.all_gather(contiguous(tensor))  # noqa: E731
-        return self._each(_lists(outputs), _listed(inputs), call, _fill_each, opts)
+        return self._each(_lists(outputs), _listed(inputs), call, fill_each, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
         """Do the same for several inputs: ``outputs[rank][i]`` is that rank's i-th."""
@@ -256,7 +260,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     ) -> KVStoreWork:
         """Do the same for several inputs."""
         call = lambda tensor: self.calls.all_gather(contiguous(tensor))  # noqa: E731
-        return self._each(outputs, inputs, call, _fill_in_turn, opts)
+        return self._each(outputs, inputs, call, fill_in_turn, opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -267,7 +271,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         found = _listed(inputs)
         call = lambda tensor: self.calls.gather(contiguous(tensor), root)  # noqa: E731
         targets = _lists(outputs) if self.rank() == root else [[] for _ in found]
-        return self._each(targets, found, call, _fill_each, opts)
+        return self._each(targets, found, call, fill_each, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> KVStoreWork:
         """Give rank i the i-th input of the root."""
@@ -278,7 +282,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         def call(pieces: Tensors | None) -> Future[Any]:
             return self.calls.scatter(None if pieces is None else [*map(contiguous, pieces)], root)
 
-        return self._each(found, sources, call, _fill_scattered, opts)
+        return self._each(found, sources, call, fill_scattered, opts)
 
     def all_to_all_single(
         self,
@@ -292,7 +296,7 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
         pieces = rows_of(contiguous(input), input_splits, self.size())
         targets = rows_of(array_of(output), output_splits, self.size())
         future = self.calls.all_to_all(pieces)
-        finish = lambda values: _fill_rows(targets, values)  # noqa: E731
+        finish = lambda values: fill_rows(targets, values)  # noqa: E731
         return self._work(future, finish, [output], opts)
 
     alltoall_base = all_to_all_single
@@ -300,13 +304,13 @@ class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> KVStoreWork:
         """Send the i-th input to rank i, and get one tensor from each rank."""
         future = self.calls.all_to_all([*map(contiguous, inputs)])
-        return self._work(future, lambda values: _fill_each(outputs, values), outputs, opts)
+        return self._work(future, lambda values: fill_each(outputs, values), outputs, opts)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> KVStoreWork:
         """Send a tensor to a rank of the group; complete when a server has it."""
         found = _listed(tensors)
         call = lambda tensor: self.calls.send(contiguous(tensor), to, tag)  # noqa: E731
-        return self._each([()] * len(found), found, call, _nothing, None)
+        return self._each([()] * len(found), found, call, lambda *_: None, None)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> KVStoreWork:
         """Receive a tensor that a rank of the group has sent with this tag."""
@@ -440,65 +444,3 @@ def _flattened(outputs: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield output
         else:
             yield from output
-
-
-# -- values into outputs -----------------------------------------------------------------------
-
-
-def _fill_sum(output: torch.Tensor, value: Any) -> None:
-    if output.layout == torch.sparse_coo:
-        indices, values = value
-        with torch.no_grad():  # a detached tensor would get new indices of its own
-            output.copy_(sparse_sum(indices, values, output))
-    else:
-        fill(output, value)
-
-
-def _nothing(output: Any, value: Any) -> None:
-    pass
-
-
-def _fill_if_given(output: torch.Tensor, value: Array | None) -> None:
-    if value is not None:
-        fill(output, value)
-
-
-def _fill_scattered(output: torch.Tensor, value: Array) -> None:
-    # Only the root has arrays with ml_dtypes' bfloat16; the others get the bits.
-    are_bits = output.dtype == torch.bfloat16 and value.dtype == np.uint16
-    fill(output, value, "bfloat16" if are_bits else None)
-
-
-def _fill_each(outputs: Tensors, values: Sequence[Array] | None) -> None:
-    if values is None:
-        return
-    if len(outputs) != len(values):
-        raise ArgumentValueError(f"expected {len(values)} output tensors, got {len(outputs)}")
-    for output, value in zip(outputs, values, strict=True):
-        fill(output, value)
-
-
-def _fill_in_turn(output: torch.Tensor, values: Sequence[Array]) -> None:
-    total = sum(value.size for value in values)
-    if output.numel() != total:
-        raise ArgumentValueError(
-            f"expected an output of {total} elements for what {len(values)} ranks have sent, got "
-            f"one of shape {tuple(output.shape)}"
-        )
-    whole = output.detach() if output.is_contiguous() else output.new_empty(output.shape)
-    flat = whole.view(-1)
-    at = 0
-    for value in values:
-        fill(flat[at : at + value.size], value)
-        at += value.size
-    if not output.is_contiguous():
-        output.detach().copy_(whole)
-
-
-def _fill_rows(targets: Sequence[Array], values: Sequence[Array]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        if target.size != value.size:
-            raise ArgumentValueError(
-                f"expected {value.size} elements for what was received, got room for {target.size}"
-            )
-        target[...] = value.view(target.dtype).reshape(target.shape)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvstore.arrays.dtypes import bfloat16
+from kvstore.arrays.torch import array_in, numpy_dtype
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 
 Array = np.ndarray[Any, Any]
@@ -32,11 +33,6 @@ OPERATIONS = {
     "BXOR": "bxor",
     "PREMUL_SUM": "premul_sum",
 }
-_OF_NUMPY = (
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 "
-    "float16 float32 float64 complex64 complex128"
-)
-_NUMPY_HAS = frozenset(getattr(torch, name) for name in _OF_NUMPY.split() if hasattr(torch, name))
 
 
 def array_of(tensor: torch.Tensor) -> Array:
@@ -45,19 +41,17 @@ def array_of(tensor: torch.Tensor) -> Array:
     Raises ``ArgumentTypeError`` for a tensor that is not a dense tensor on the CPU.
     """
     _check(tensor)
-    plain = tensor.detach()
-    if plain.dtype in _NUMPY_HAS:
-        array: Array = plain.numpy()
-        return array
-    if plain.dtype == torch.bfloat16:
-        bits: Array = plain.view(torch.int16).numpy()
-        return bits.view(bfloat16())
-    if plain.dtype.itemsize == 1:
-        raw: Array = plain.view(torch.uint8).numpy()
-        return raw
-    raise ArgumentTypeError(
-        f"a tensor of {tensor.dtype} cannot travel; convert it, such as tensor.to(torch.float32)"
-    )
+    dtype = numpy_dtype(tensor)
+    if dtype is None and tensor.dtype.itemsize == 1:
+        dtype = np.dtype(np.uint8)
+    if dtype is None:
+        raise ArgumentTypeError(
+            f"a tensor of {tensor.dtype} cannot travel; convert it, such as "
+            "tensor.to(torch.float32)"
+        )
+    # Detaching is slow, and needed for subclasses only: some wait for their values there.
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return array_in(tensor if plain else tensor.detach(), dtype)
 
 
 def contiguous(tensor: torch.Tensor) -> Array:
@@ -86,7 +80,7 @@ def fill(tensor: torch.Tensor, values: Array, dtype: str | None = None) -> None:
 
 def check_reducible(tensor: torch.Tensor) -> None:
     """Raise ``ArgumentTypeError`` for numbers that cannot be added."""
-    if tensor.dtype not in _NUMPY_HAS and tensor.dtype != torch.bfloat16:
+    if numpy_dtype(tensor) is None:
         raise ArgumentTypeError(
             f"tensors of {tensor.dtype} can be moved and not added; convert them, such as "
             "tensor.to(torch.bfloat16)"
@@ -142,6 +136,73 @@ def sparse_sum(
         where = torch.from_numpy(rows).t()
         parts.append(torch.sparse_coo_tensor(where, found, like.shape, check_invariants=True))
     return functools.reduce(torch.add, parts).coalesce()
+
+
+# -- what calls return ---------------------------------------------------------------------------
+
+
+def fill_sum(output: torch.Tensor, value: Any) -> None:
+    """Store a sum: a dense one, or the rows of all ranks for a sparse tensor."""
+    if output.layout == torch.sparse_coo:
+        indices, values = value
+        with torch.no_grad():  # a detached tensor would get new indices of its own
+            output.copy_(sparse_sum(indices, values, output))
+    else:
+        fill(output, value)
+
+
+def fill_if_given(output: torch.Tensor, value: Array | None) -> None:
+    """Store a value on the ranks that get one."""
+    if value is not None:
+        fill(output, value)
+
+
+def fill_scattered(output: torch.Tensor, value: Array) -> None:
+    """Store this rank's piece."""
+    # Only the root has arrays with ml_dtypes' bfloat16; the others get the bits.
+    are_bits = output.dtype == torch.bfloat16 and value.dtype == np.uint16
+    fill(output, value, "bfloat16" if are_bits else None)
+
+
+def fill_each(outputs: Sequence[torch.Tensor], values: Sequence[Array] | None) -> None:
+    """Store one value in each tensor, if this rank gets them."""
+    if values is None:
+        return
+    if len(outputs) != len(values):
+        raise ArgumentValueError(f"expected {len(values)} output tensors, got {len(outputs)}")
+    for output, value in zip(outputs, values, strict=True):
+        fill(output, value)
+
+
+def fill_in_turn(output: torch.Tensor, values: Sequence[Array]) -> None:
+    """Store the values one after the other in one tensor."""
+    total = sum(value.size for value in values)
+    if output.numel() != total:
+        raise ArgumentValueError(
+            f"expected an output of {total} elements for what {len(values)} ranks have sent, got "
+            f"one of shape {tuple(output.shape)}"
+        )
+    whole = output.detach() if output.is_contiguous() else output.new_empty(output.shape)
+    flat = whole.view(-1)
+    at = 0
+    for value in values:
+        fill(flat[at : at + value.size], value)
+        at += value.size
+    if not output.is_contiguous():
+        output.detach().copy_(whole)
+
+
+def fill_rows(targets: Sequence[Array], values: Sequence[Array]) -> None:
+    """Store one value in each piece of a tensor."""
+    for target, value in zip(targets, values, strict=True):
+        if target.size != value.size:
+            raise ArgumentValueError(
+                f"expected {value.size} elements for what was received, got room for {target.size}"
+            )
+        target[...] = value.view(target.dtype).reshape(target.shape)
+
+
+# -- what can be taken ---------------------------------------------------------------------------
 
 
 def _check(tensor: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 from kvstore import cpu  # noqa: E402
 from kvstore.arrays import adapter_for  # noqa: E402
 from kvstore.arrays.dtypes import bfloat16, check_dtype  # noqa: E402
+from kvstore.arrays.torch import array_in  # noqa: E402
 from kvstore.errors import ArgumentTypeError  # noqa: E402
 
 ADAPTER = adapter_for(torch.zeros(1))
@@ -89,6 +91,33 @@ def test_any_tensor_becomes_a_plain_contiguous_array(tensor: Any) -> None:
     assert host.dtype == ADAPTER.dtype(tensor) == expected.dtype
     assert host.shape == ADAPTER.shape(tensor) == expected.shape
     np.testing.assert_array_equal(host, expected)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "bfloat16"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (4, 3)])
+def test_a_tensor_can_be_resized_after_numpy_has_seen_its_memory(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    tensor = torch.ones(shape).to(getattr(torch, name))
+    dtype = ADAPTER.dtype(tensor)
+    array = array_in(tensor, dtype)
+    assert (array.dtype, array.shape) == (dtype, shape)
+    assert array.flags.writeable and array.flags.aligned and array.flags.c_contiguous
+    array[...] = 0
+    assert not tensor.any()
+    tensor.resize_(100)
+
+
+def test_an_array_keeps_the_memory_of_a_tensor_that_is_gone() -> None:
+    tensor = torch.arange(1000.0)
+    storage = weakref.ref(tensor.untyped_storage())
+    part = array_in(tensor.view(10, 100).t(), np.dtype("f4"))[1:]
+    tensor.data = torch.zeros(1)
+    del tensor
+    np.testing.assert_array_equal(part, np.arange(1000).reshape(10, 100).T[1:])
+    assert storage() is not None
+    del part
+    assert storage() is None
 
 
 # -- filling ------------------------------------------------------------------------------
@@ -233,6 +262,15 @@ def test_a_tensor_whose_values_are_not_simply_there_is_refused(make: Any, advice
     tensor = make()
     with pytest.raises(ArgumentTypeError, match=advice):
         check_dtype(adapter_for(tensor).dtype(tensor))
+
+
+def test_a_view_that_changes_values_and_freed_memory_are_no_memory_of_values() -> None:
+    with pytest.raises(ArgumentTypeError, match="got a view that conjugates or negates"):
+        array_in(torch.ones(3, dtype=torch.complex64).conj(), np.dtype("c8"))
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentTypeError, match=r"shape \(3,\) whose storage was freed"):
+        array_in(freed, np.dtype("f4"))
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])

@@ -110,6 +110,29 @@ def test_scripts_that_name_another_backend_get_this_one_where_that_is_asked_for(
     assert printed.splitlines() == ["kvstore kvstore kvstore", "[1.0, 1.0]", "kvstore [1.0, 1.0]"]
 
 
+def test_a_monitored_barrier_works_for_the_backend_and_still_for_gloo(tmp_path: Path) -> None:
+    printed = run(
+        "import torch.distributed as dist\n"
+        "from torch.distributed.distributed_c10d import monitored_barrier\n"
+        "for backend in ('kvstore', 'gloo'):\n"
+        "    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)\n"
+        "    part = dist.new_group([0])\n"
+        "    dist.monitored_barrier()\n"
+        "    dist.monitored_barrier(part, timeout=9.5, wait_all_ranks=True)\n"
+        "    monitored_barrier(group=part)\n"
+        "    print(dist.get_backend(part))\n"
+        "    dist.destroy_process_group()\n"
+        "try:\n"
+        "    dist.monitored_barrier()\n"
+        "except ValueError as error:\n"
+        "    print(error)\n",
+        installed(tmp_path),
+    )
+    kvstore, gloo, error = printed.splitlines()
+    assert (kvstore, gloo) == ("kvstore", "gloo")
+    assert "Default process group has not been initialized" in error
+
+
 def test_a_pytorch_that_loses_results_of_calls_is_refused(tmp_path: Path) -> None:
     printed = run(
         "import torch, torch.distributed as dist\n"
