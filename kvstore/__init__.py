@@ -166,15 +166,15 @@ class _PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Absent:
-    """Import finder that names an alternative for a missing MXNet module."""
+    """Import finder with words for missing modules of MXNet and Horovod."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         package, _, own = name.rpartition(".")
-        if package in ("kvstore", "kvstore.gluon"):
+        if package.startswith("kvstore"):
             from kvstore.errors.hints import INSTEAD, sentence
 
-            if own in INSTEAD[package]:
+            if own in INSTEAD.get(package, ()):
                 raise ModuleNotFoundError(sentence(package, own), name=name)
 
 

@@ -9,10 +9,13 @@ does the same over Gloo (by torchrun).
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if importlib.util.find_spec("torch") is None:
+    sys.exit("PyTorch is missing; install it: pip install torch")
 
 import torch
 import torch.distributed as dist

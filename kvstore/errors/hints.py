@@ -1,4 +1,4 @@
-"""Suggest names in errors: what replaces an MXNet name, and likely misspellings.
+"""Suggest names in errors: what replaces a name of MXNet, and likely misspellings.
 
 Modules ask here when a name is missing, so that a script that moves over gets a sentence and not a
 bare ``AttributeError``. It stays an ``AttributeError``, so that ``hasattr`` works; for ``from
@@ -50,6 +50,10 @@ _OPERATORS = (
     "use NumPy on array.asnumpy(), PyTorch or JAX; mx.nd has only the arithmetic that a script "
     "around a store needs"
 )
+_HOROVOD = {
+    "elastic": "a job ends when a rank is lost, with an error that names it; save checkpoints and "
+    "start it again"
+}
 
 INSTEAD: dict[str, dict[str, str]] = {
     "kvstore": {
@@ -98,6 +102,8 @@ INSTEAD: dict[str, dict[str, str]] = {
         "cpu_pinned": "use mx.cpu(); CuPy pins memory itself where it helps",
         "gpu_memory_info": "ask CuPy: cupy.cuda.runtime.memGetInfo()",
     },
+    "kvstore.horovod": _HOROVOD,
+    "kvstore.horovod.torch": _HOROVOD,
 }
 """What to use instead of a name, by the module in which a script would look for it."""
 
@@ -132,6 +138,8 @@ def sentence(module: str, name: str) -> str:
 
 def shown(module: str, name: str) -> str:
     """Return the user's name: ``mx.gluon.nn`` for ``nn`` of ``kvstore.gluon``."""
+    if module.startswith("kvstore.horovod"):
+        return f"hvd.{name}"
     return ".".join(["mx", *module.split(".")[1:], name])
 
 

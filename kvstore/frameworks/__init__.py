@@ -3,3 +3,9 @@
 Their public names are short: ``kvstore.torch`` is ``kvstore/frameworks/torch``. ``import kvstore``
 imports none of them. Each imports its framework when it is first used.
 """
+
+PYTORCH = (
+    "PyTorch, which is not installed here: pip install torch, or for CPUs only pip install torch "
+    "--index-url https://download.pytorch.org/whl/cpu"
+)
+"""What a module needs that has imported PyTorch in vain."""

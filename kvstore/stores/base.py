@@ -27,6 +27,7 @@ from kvstore.optimizer.base import Number, Optimizer
 from kvstore.protocol.commands import check_command
 from kvstore.stores.arguments import KeyTable
 from kvstore.stores.plugin import CompressionParams, KVStoreBase, Path
+from kvstore.stores.worker_calls import WorkerCalls
 from pslite.errors import PSError
 from pslite.future import Future
 
@@ -88,7 +89,7 @@ MXNetError = PSError
 """MXNet's name for the base class of all errors of this project."""
 
 
-class KVStore(KVStoreBase, abc.ABC):
+class KVStore(WorkerCalls):
     """Maps keys to arrays; pushed values are summed and merged into the stored ones.
 
     **Keys** are ``int`` or ``str``; all keys of a store have the same type. **Values** are arrays

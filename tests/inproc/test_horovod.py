@@ -154,6 +154,28 @@ def test_the_first_ranks_get_the_rows_of_a_reducescatter_that_are_left(three: On
     assert values(three(run)) == [[3.0, 6.0], [9.0, 12.0], [15.0]]
 
 
+def test_grouped_calls_treat_each_array_as_the_call_for_one(three: OnAll) -> None:
+    def run(rank: int) -> Any:
+        own = [np.arange(5.0) + rank, np.full((3, 2), rank)]
+        kept = [np.full(3, float(rank)), np.full(2, rank)]
+        begun = [
+            hvd.grouped_allgather_async([each[:rank] for each in own], name="rows"),
+            hvd.grouped_reducescatter_async(own, op=hvd.Sum, prescale_factor=2.0),
+        ]
+        found = hvd.grouped_allreduce_(kept, op=hvd.Max)
+        assert all(one is other for one, other in zip(found, kept, strict=True))
+        hvd.synchronize(hvd.grouped_allreduce_async_(kept, op=hvd.Sum, name="kept"))
+        begun = [[each.tolist() for each in hvd.synchronize(handle)] for handle in begun]
+        again = hvd.grouped_reducescatter(own, op=hvd.Sum, postscale_factor=2.0)
+        assert [each.tolist() for each in again] == begun[1]
+        return begun, [each.tolist() for each in kept]
+
+    for rank, ((gathered, shares), kept) in enumerate(values(three(run))):
+        assert gathered == [[1.0, 2.0, 3.0], [[1, 1], [2, 2], [2, 2]]]
+        assert shares == [[[6.0, 12.0], [18.0, 24.0], [30.0]][rank], [[6, 6]]]
+        assert kept == [[6.0] * 3, [6] * 2]
+
+
 def test_calls_in_place_fill_the_array(three: OnAll) -> None:
     def run(rank: int) -> Any:
         total, copy = np.full(3, float(rank)), np.full(3, float(rank))
@@ -375,8 +397,6 @@ def test_calls_before_init_say_so() -> None:
     assert not hvd.is_initialized()
     with pytest.raises(UsageError, match=r"call hvd.init\(\) first"):
         hvd.allreduce(1.0)
-    with pytest.raises(AttributeError, match="has no elastic: a job ends"):
-        hvd.elastic  # noqa: B018
 
 
 def test_ranks_are_counted_on_each_machine() -> None:

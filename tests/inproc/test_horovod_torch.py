@@ -386,3 +386,12 @@ def test_tensors_in_objects_arrive_as_tensors(two: OnAll) -> None:
         return found["step"].item(), [each.item() for each in gathered]
 
     assert values(two(run)) == [(3, [0, 1])] * 2
+
+
+def test_the_calls_for_tensors_are_those_for_arrays_and_five_more() -> None:
+    from kvstore import horovod
+
+    assert {*hvd.__all__} ^ {*horovod.__all__} == {
+        *("DistributedOptimizer", "SyncBatchNorm", "sparse_allreduce_async"),
+        *("broadcast_optimizer_state", "broadcast_parameters"),
+    }

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from workers import Workers
 
-from kvstore.errors import ArgumentTypeError, ValueMismatchError
-from pslite.errors import MismatchError, UsageError
+import kvstore
+from kvstore.errors import ArgumentTypeError, NotSupportedError, ValueMismatchError
+from pslite.errors import ClosedError, MismatchError, UsageError
 
 Array = np.ndarray[Any, Any]
 LIBRARIES = ["numpy", "torch", "jax"]
@@ -172,3 +173,81 @@ def test_what_is_not_an_array_is_refused_at_the_caller(three: Workers) -> None:
             call([1.0])
     with pytest.raises(ValueMismatchError, match=r"shape \(3,\) of the result, got \(4,\)"):
         kv.all_reduce(np.ones(3), out=np.ones(4))
+
+
+def everything(kv: Any) -> list[Any]:
+    """What a script exchanges that does not know how many workers it has."""
+    own = np.arange(4, dtype=np.float16) + kv.rank
+    kept = np.zeros((4, 2))
+    kv.all_reduce(np.ones((4, 2)), "average", out=kept[::-1])
+    kv.barrier()
+    return [
+        kv.allreduce(own),
+        kv.all_reduce(own, "premul_sum", factor=1 / 3),
+        kept,
+        *kv.allgather(own[: kv.rank + 1]),
+        kv.reduce_scatter([own] * kv.num_workers, "max"),
+        kv.broadcast_object({"lr": 0.1, "at": (1, own)} if kv.rank == 0 else None)["at"][1],
+        kv.wait(kv.push_async("w", own)),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "dist_sync"])
+def test_a_script_runs_on_one_worker_as_on_several(kind: str) -> None:
+    with Workers(kind) as workers:
+        size = len(workers.stores)
+        assert size == (2 if kind == "dist_sync" else 1)
+        workers.run(lambda kv: kv.init("w", np.zeros(4, np.float16)))
+        for rank, found in enumerate(workers.run(everything)):
+            assert found.pop() is None
+            total, scaled, ones, *gathered, largest, sent = found
+            values = np.arange(4, dtype=np.float16)
+            np.testing.assert_array_equal(total, size * values + sum(range(size)))
+            third = np.float32(1 / 3)
+            thirds = [(values + each).astype(np.float32) * third for each in range(size)]
+            np.testing.assert_array_equal(scaled, np.sum(thirds, axis=0).astype(np.float16))
+            assert ones.tolist() == [[1.0, 1.0]] * 4
+            assert [len(each) for each in gathered] == [*range(1, size + 1)], rank
+            np.testing.assert_array_equal(largest, values + size - 1)
+            np.testing.assert_array_equal(sent, values)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "bfloat16", "float64", "complex64"])
+def test_a_local_store_gives_the_bits_of_a_job_of_one_worker(dtype: str) -> None:
+    kind = np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else dtype)
+    value = np.array([0.0, 1.5, -2.0, 3.1, 7.7]).astype(kind)
+    calls = [
+        (op, None) for op in ("sum", "average", "product", "min", "max", "band", "bor", "bxor")
+    ]
+
+    def script(kv: Any) -> list[tuple[str, bytes | str]]:
+        found: list[tuple[str, bytes | str]] = []
+        for op, factor in [*calls, ("premul_sum", 0.3), ("premul_sum", None), ("sum", 2.0)]:
+            try:
+                result = kv.all_reduce(value, op, factor=factor)
+                assert result.dtype == kind
+                assert not np.shares_memory(result, value)
+                found.append((op, result.tobytes()))
+            except UsageError as error:
+                found.append((op, str(error)))
+        return found
+
+    with Workers("local") as alone, Workers("dist_sync", num_workers=1) as job:
+        assert alone.run(script) == job.run(script)
+
+
+def test_what_one_worker_cannot_exchange_is_refused_with_the_reason() -> None:
+    kv: Any = kvstore.create("local")
+    for call in (lambda: kv.send(np.ones(1), 0), lambda: kv.recv(), lambda: kv.recv(0)):
+        with pytest.raises(NotSupportedError, match="a local or device store has one worker"):
+            call()
+    with pytest.raises(UsageError, match=r"root must be 0, .* got 1"):
+        kv.broadcast_object(3, root=1)
+    with pytest.raises(UsageError, match=r"expected 1 array .* got 2"):
+        kv.reduce_scatter([np.ones(1)] * 2)
+    with pytest.raises(UsageError, match="an object may hold"):
+        kv.broadcast_object(kv)
+    kv.close()
+    for call in (lambda: kv.all_reduce(np.ones(1)), lambda: kv.broadcast_object(3)):
+        with pytest.raises(ClosedError):
+            call()

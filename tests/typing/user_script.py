@@ -26,6 +26,8 @@ kv.init("w", weight)
 kv.push(["w", "b"], [weight, weight], priority=-1)
 kv.pull("w", out=weight)
 kv.barrier()
+kv.allreduce(weight, "average", out=weight)
+kv.all_reduce(weight, oop="max")  # type: ignore[call-arg]
 kv.puhs("w", weight)  # type: ignore[attr-defined]
 kv.push("w")  # type: ignore[call-arg]
 kv.push("w", weight, prio=1)  # type: ignore[call-arg]

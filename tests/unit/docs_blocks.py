@@ -45,6 +45,7 @@ BLOCK = re.compile(
 )
 PRINTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
 COMMANDS = {"kvstore-launch": LAUNCH}
+LIMIT_S = 120  # of a command; two processes that import Lightning need some seconds
 
 #: Runs the blocks of one page in one process; each argument is the file of one.
 _RUN_BLOCKS = """
@@ -93,7 +94,7 @@ def run(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=LIMIT_S,
             check=False,
         )
     seen = f"{shlex.join(command)}\n{done.stdout}{done.stderr}"

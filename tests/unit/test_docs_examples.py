@@ -23,6 +23,7 @@ WHOLLY_RUN = [
     "docs/api.md",
     "docs/errors.md",
     "docs/faq.md",
+    "docs/from-lightning.md",
     "docs/migration.md",
     "docs/tutorial.md",
     *(name for name in PAGE_NAMES if name.startswith("docs/semantics/")),
@@ -34,6 +35,7 @@ WHOLLY_RUN = [
 LONG_PAGES = {
     "docs/api.md",
     "docs/faq.md",
+    "docs/from-lightning.md",
     "docs/from-python.md",
     "docs/migration.md",
     "docs/semantics/dist_async.md",
@@ -42,10 +44,12 @@ LONG_PAGES = {
     "docs/tutorial.md",
 }
 slow = pytest.mark.slow(reason="the page starts several jobs; what it calls, the tests call, too")
+#: What `make test` may lack.
+NEEDED = {"docs/from-lightning.md": "lightning"}
 
 
 @pytest.mark.process
-@pytest.mark.timeout(180)  # a page may start a dozen jobs; each command has a limit of its own
+@pytest.mark.timeout(240)  # a page may start a dozen jobs; each command has a limit of its own
 @pytest.mark.parametrize(
     "name",
     [
@@ -57,6 +61,8 @@ slow = pytest.mark.slow(reason="the page starts several jobs; what it calls, the
 def test_code_that_is_shown_as_running_runs_and_prints_what_it_says(
     name: str, tmp_path: Path
 ) -> None:
+    if name in NEEDED and importlib.util.find_spec(NEEDED[name]) is None:
+        pytest.skip(f"needs {NEEDED[name]}")
     run_page(ROOT / name, tmp_path)
 
 

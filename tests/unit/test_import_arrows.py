@@ -35,6 +35,7 @@ LAYERS = {
 PUBLIC = frozenset(
     {
         "pslite",
+        "pslite.collective.sums.check_op",
         "pslite.node.address.interface_address",
         "pslite.node.address.local_addresses",
         "pslite.node.address.machine_id",

@@ -13,8 +13,9 @@ Its public name is ``kvstore.horovod``. Importing starts nothing. Read next: ``s
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
+from kvstore.errors.hints import missing
 from kvstore.frameworks.horovod.array_api import (
     Adasum,
     Average,
@@ -36,8 +37,13 @@ from kvstore.frameworks.horovod.array_api import (
     broadcast_async,
     broadcast_async_,
     grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
+    grouped_allreduce_,
     grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     join,
     poll,
     reducescatter,
@@ -113,8 +119,13 @@ __all__ = [
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
+    "grouped_allreduce_",
     "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -139,10 +150,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    if name == "elastic":
-        raise AttributeError(
-            "kvstore.horovod has no elastic: a job ends when a rank is lost, with an error that "
-            "names it; save checkpoints and start it again"
-        )
-    raise AttributeError(f"module 'kvstore.horovod' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+
+    def __getattr__(name):
+        raise missing("kvstore.horovod", name, __all__)

@@ -96,18 +96,48 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[list[Array]]:
     """Begin to combine each of several arrays with those of all ranks."""
-    options = (op, prescale_factor, postscale_factor, process_set)
-    return calls.all_of(
-        [
-            allreduce_async(tensor, average, each, *options)
-            for tensor, each in zip(tensors, calls.names_in_group(name, len(tensors)), strict=True)
-        ]
+    return calls.grouped(
+        allreduce_async,
+        tensors,
+        name,
+        average=average,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
     )
 
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> list[Array]:
     """Combine several arrays; arguments are those of ``grouped_allreduce_async``."""
     return grouped_allreduce_async(tensors, *args, **options).result()
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOperation | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> CollectiveHandle[list[Array]]:
+    """Begin to combine each of several arrays with those of all ranks, in place."""
+    return calls.grouped(
+        allreduce_async_,
+        tensors,
+        name,
+        average=average,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+
+
+def grouped_allreduce_(tensors: Sequence[Array], *args: Any, **options: Any) -> list[Array]:
+    """Combine several arrays in place; arguments are those of ``grouped_allreduce_async_``."""
+    return grouped_allreduce_async_(tensors, *args, **options).result()
 
 
 def allgather_async(
@@ -124,14 +154,18 @@ def allgather(
     return allgather_async(tensor, name, process_set).result()
 
 
+def grouped_allgather_async(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> CollectiveHandle[list[Array]]:
+    """Begin to join each of several arrays with those of all ranks."""
+    return calls.grouped(allgather_async, tensors, name, process_set=process_set)
+
+
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Array]:
     """Join each of several arrays with those of all ranks."""
-    names = calls.names_in_group(name, len(tensors))
-    return calls.all_of(
-        [allgather_async(*each, process_set) for each in zip(tensors, names, strict=True)]
-    ).result()
+    return grouped_allgather_async(tensors, name, process_set).result()
 
 
 def broadcast_async(
@@ -214,6 +248,31 @@ def reducescatter_async(
 def reducescatter(tensor: Any, *args: Any, **options: Any) -> Array:
     """Return this rank's rows; arguments are those of ``reducescatter_async``."""
     return reducescatter_async(tensor, *args, **options).result()
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: ReduceOperation | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> CollectiveHandle[list[Array]]:
+    """Begin to combine each of several arrays, of which each rank gets its share of the rows."""
+    return calls.grouped(
+        reducescatter_async,
+        tensors,
+        name,
+        op=op,
+        process_set=process_set,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+    )
+
+
+def grouped_reducescatter(tensors: Sequence[Any], *args: Any, **options: Any) -> list[Array]:
+    """Return this rank's rows of several; arguments are ``grouped_reducescatter_async``'s."""
+    return grouped_reducescatter_async(tensors, *args, **options).result()
 
 
 def synchronize(handle: CollectiveHandle[Any]) -> Any:

@@ -106,10 +106,19 @@ class CollectiveHandle(Generic[T]):
         return CollectiveHandle(self._owner, self.future, lambda _: step(self.result()))
 
 
-def all_of(handles: Sequence[CollectiveHandle[T]]) -> CollectiveHandle[list[T]]:
-    """Return one handle of several."""
-    if not handles:
+def grouped(
+    call: Callable[..., CollectiveHandle[T]],
+    tensors: Sequence[Any],
+    name: str | None,
+    **options: Any,
+) -> CollectiveHandle[list[T]]:
+    """Make a call for each of several tensors, and return one handle of all."""
+    if len(tensors) == 0:
         raise ArgumentValueError("a grouped call needs at least one tensor, got an empty list")
+    names = names_in_group(name, len(tensors))
+    handles = [
+        call(tensor, name=each, **options) for tensor, each in zip(tensors, names, strict=True)
+    ]
     together = gather([each.future for each in handles])
     return CollectiveHandle(
         handles[0]._owner, together, lambda _: [each.result() for each in handles]

@@ -5,7 +5,7 @@
 - **A job of ours** (``kvstore-launch``): the node of this process, which its stores share.
 - **Ranks that others start** (torchrun, mpiexec): servers inside the job, as for a process group of
   ``kvstore.torch``; the ranks meet in a store of PyTorch (``torch/rendezvous.py``).
-- **One process**: none (``one_rank.py``).
+- **One process**: none (``stores/one_rank.py``).
 
 Calls go by the servers (``rings=False``), because they are matched by name there, and because a
 rank that has joined takes no part in a ring. Any thread may call. Read next: ``calls.py``.
@@ -27,10 +27,10 @@ from kvstore.errors import (
     MissingDependencyError,
     NotSupportedError,
 )
-from kvstore.frameworks.horovod.one_rank import OneRank
 from kvstore.frameworks.horovod.timeline import Timeline
 from kvstore.launch.ranks import RankOfProcess, rank_of_process
 from kvstore.stores.dist.node import Waiter, worker_node
+from kvstore.stores.one_rank import OneRank
 from pslite import Communicator, Config, Future, Postoffice, Role
 from pslite.errors import PSError, UsageError
 from pslite.ids import node_id

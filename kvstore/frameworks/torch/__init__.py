@@ -14,16 +14,14 @@ importing this module registers it, too. Read next: ``process_group.py``.
 
 from __future__ import annotations
 
+from kvstore.frameworks import PYTORCH
+
 try:
     import torch
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    raise ModuleNotFoundError(
-        "kvstore.torch needs PyTorch, which is not installed here: pip install torch, or for CPUs "
-        "only pip install torch --index-url https://download.pytorch.org/whl/cpu",
-        name="torch",
-    ) from None
+    raise ModuleNotFoundError(f"kvstore.torch needs {PYTORCH}", name="torch") from None
 
 import torch.distributed
 

@@ -29,6 +29,7 @@ from kvstore.stores.arguments import (
 )
 from kvstore.stores.arguments_sparse import check_dense_outs, check_wanted
 from kvstore.stores.base import Path
+from kvstore.stores.dist.admin import DistControl
 from kvstore.stores.dist.arguments import (
     AddUp,
     Checked,
@@ -42,10 +43,9 @@ from kvstore.stores.dist.node import worker_node
 from kvstore.stores.dist.plan import Bytes
 from kvstore.stores.dist.sparse import RowCalls
 from kvstore.stores.dist.tables import DistTables, StoreCalls
-from kvstore.stores.dist.worker_calls import DistWorkerCalls
 from kvstore.stores.lazy import begin_writing
 from kvstore.stores.tables import Table
-from pslite import Config, Future, Postoffice
+from pslite import Communicator, Config, Future, Postoffice
 from pslite.future import gather, settled
 
 
@@ -82,7 +82,7 @@ def create_dist(
     )
 
 
-class DistKVStore(DistWorkerCalls):
+class DistKVStore(DistControl):
     """A store with its values on servers. See ``KVStore`` for each call.
 
     ``push`` returns when the values are copied; if the push fails later, the next call raises the
@@ -92,6 +92,7 @@ class DistKVStore(DistWorkerCalls):
 
     def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
         super().__init__(name, node, synchronous=synchronous)
+        self._group: Communicator = Communicator(node, name=f"store {self._servers.number}")
         self._rows = RowCalls(node, self._exchange, self._table)
         self._tables = DistTables(node, self._exchange, self._servers, self._calls_of_tables())
         self._add_up: AddUp = sums_on_host
@@ -99,6 +100,15 @@ class DistKVStore(DistWorkerCalls):
             from kvstore.stores.dist.gpu_sums import sums_for
 
             self._add_up = sums_for(node)
+
+    @property
+    def communicator(self) -> Communicator:
+        """The group of all workers of this store, for calls that return futures."""
+        return self._group
+
+    def _leave(self) -> None:
+        self._group.close()
+        super()._leave()
 
     # -- values ------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from kvstore.stores.local.checkpoint import contents_of, pieces_of, take
 from kvstore.stores.local.compression import LocalCoding
 from kvstore.stores.local.tables import LocalTables
 from kvstore.stores.local.values import LocalValues
+from kvstore.stores.one_rank import OneRank
 from kvstore.stores.tables import Table
 from pslite.errors import ClosedError, PSError
 from pslite.future import Future, completed, failed
@@ -62,6 +63,7 @@ class LocalKVStore(KVStore):
         # Guards everything below: a caller may push from one thread for each device. It is
         # re-entrant, since an updater may call the store.
         self._lock = threading.RLock()
+        self._group = OneRank()
         self._values = LocalValues() if values is None else values
         self._table = self._values.table
         self._tables = LocalTables(self._lock, self._check_open)
@@ -315,6 +317,12 @@ class LocalKVStore(KVStore):
             self._is_closed = True
             self._values.free()
             self._tables.close()
+
+    def _check_may_wait(self) -> None:
+        self._check_open()
+
+    def _wait(self, future: Future[Any]) -> Any:
+        return future.result()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -10,7 +10,17 @@ and ``optimizer.py``.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
+
+from kvstore.errors.hints import missing
+from kvstore.frameworks import PYTORCH
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(f"kvstore.horovod.torch needs {PYTORCH}", name="torch") from None
 
 from kvstore.frameworks.horovod import (
     Adasum,
@@ -163,8 +173,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    from kvstore.frameworks import horovod
+if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
 
-    horovod.__getattr__(name)
-    raise AssertionError
+    def __getattr__(name):
+        raise missing("kvstore.horovod.torch", name, __all__)

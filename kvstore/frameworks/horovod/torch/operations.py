@@ -71,11 +71,15 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[list[Tensor]]:
     """Begin to combine each of several tensors with those of all ranks."""
-    options = (op, prescale_factor, postscale_factor, process_set)
-    names = calls.names_in_group(name, len(tensors))
-    pairs = zip(tensors, names, strict=True)
-    return calls.all_of(
-        [allreduce_async(tensor, average, each, *options) for tensor, each in pairs]
+    return calls.grouped(
+        allreduce_async,
+        tensors,
+        name,
+        average=average,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
     )
 
 
@@ -89,11 +93,15 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[list[Tensor]]:
     """Begin to combine each of several tensors with those of all ranks, in place."""
-    options = (op, prescale_factor, postscale_factor, process_set)
-    names = calls.names_in_group(name, len(tensors))
-    pairs = zip(tensors, names, strict=True)
-    return calls.all_of(
-        [allreduce_async_(tensor, average, each, *options) for tensor, each in pairs]
+    return calls.grouped(
+        allreduce_async_,
+        tensors,
+        name,
+        average=average,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
     )
 
 
@@ -124,7 +132,6 @@ def sparse_allreduce_async(
         )
     own = tensor.detach().coalesce()
     parts = [own.indices().t(), own.values()]
-    names = calls.names_in_group(name and f"sparse.{name}", 2)
     shape, size = own.shape, calls.group_size(process_set)
 
     def finish(gathered: list[Tensor]) -> Tensor:
@@ -133,9 +140,8 @@ def sparse_allreduce_async(
         total = total.coalesce()
         return total / size if found is ReduceOperation.AVERAGE else total
 
-    return calls.all_of(
-        [allgather_async(part, each, process_set) for part, each in zip(parts, names, strict=True)]
-    ).map(finish)
+    name = name and f"sparse.{name}"
+    return grouped_allgather_async(parts, name, process_set).map(finish)
 
 
 def allgather_async(
@@ -152,9 +158,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[list[Tensor]]:
     """Begin to join each of several tensors with those of all ranks."""
-    names = calls.names_in_group(name, len(tensors))
-    pairs = zip(tensors, names, strict=True)
-    return calls.all_of([allgather_async(tensor, each, process_set) for tensor, each in pairs])
+    return calls.grouped(allgather_async, tensors, name, process_set=process_set)
 
 
 def broadcast_async(
@@ -228,10 +232,15 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> CollectiveHandle[list[Tensor]]:
     """Begin to combine each of several tensors, of which each rank gets its share of the rows."""
-    options = (op, process_set, prescale_factor, postscale_factor)
-    names = calls.names_in_group(name, len(tensors))
-    pairs = zip(tensors, names, strict=True)
-    return calls.all_of([reducescatter_async(tensor, each, *options) for tensor, each in pairs])
+    return calls.grouped(
+        reducescatter_async,
+        tensors,
+        name,
+        op=op,
+        process_set=process_set,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+    )
 
 
 # -- tensors and arrays ---------------------------------------------------------------------------

@@ -1,14 +1,15 @@
-"""Calls by which workers of a distributed store exchange data without keys.
+"""Calls by which the workers of a store exchange data without keys.
 
 All workers make the same calls in the same order, except ``send`` and ``recv``. ``pslite``'s
-Communicator does the work; this module converts arrays of any library to NumPy and waits. Runs on
-the caller's thread.
+Communicator does the work, or in a store of one process ``OneRank``; this module converts arrays of
+any library to NumPy and waits. Runs on the caller's thread.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,25 +17,30 @@ from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.dtypes import bfloat16, check_dtype
 from kvstore.errors import ArgumentValueError, ValueMismatchError
 from kvstore.protocol.objects import pack_object, unpack_object
-from kvstore.stores.dist.admin import DistControl
-from pslite import Communicator, Future, Postoffice, ReceivedArray
+from kvstore.stores.one_rank import OneRank
+from kvstore.stores.plugin import KVStoreBase
 from pslite.errors import PSError, UsageError
+from pslite.future import Future
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from pslite import Communicator, ReceivedArray
+
 Host = np.ndarray[Any, Any]
 
 
-class DistWorkerCalls(DistControl):
+class WorkerCalls(KVStoreBase, abc.ABC):
     """Collective calls of all workers of a store, and messages between two of them."""
 
-    def __init__(self, name: str, node: Postoffice, *, synchronous: bool) -> None:
-        super().__init__(name, node, synchronous=synchronous)
-        self._group = Communicator(node, name=f"store {self._servers.number}")
+    _group: Communicator | OneRank
+    """All workers of the store."""
 
-    @property
-    def communicator(self) -> Communicator:
-        """The group of all workers of this store, for calls that return futures."""
-        return self._group
+    @abc.abstractmethod
+    def _check_may_wait(self) -> None:
+        """Raise ``ClosedError`` in a closed store; else return if this thread may wait."""
+
+    @abc.abstractmethod
+    def _wait(self, future: Future[Any]) -> Any:
+        """Return a future's value."""
 
     def all_reduce(
         self,
@@ -82,6 +88,8 @@ class DistWorkerCalls(DistControl):
         found: list[Host] = self._wait(self._group.all_gather(_host(value)))
         return found
 
+    allreduce, allgather = all_reduce, all_gather
+
     def broadcast_object(self, value: object = None, root: int = 0) -> Any:
         """Return the object of worker ``root`` on all workers.
 
@@ -107,7 +115,8 @@ class DistWorkerCalls(DistControl):
     def send(self, value: Array, to: int, tag: int = 0) -> None:
         """Send a value to worker ``to``; return when its mailbox on a server has it.
 
-        Messages of one sender, receiver and tag arrive in order.
+        Messages of one sender, receiver and tag arrive in order. Stores of one process raise
+        ``NotSupportedError``.
         """
         self._check_may_wait()
         self._wait(self._group.send(_host(value), to, tag))
@@ -119,10 +128,6 @@ class DistWorkerCalls(DistControl):
         if found.dtype == "bfloat16":
             return found._replace(array=found.array.view(bfloat16()))
         return found
-
-    def _leave(self) -> None:
-        self._group.close()
-        super()._leave()
 
     def _object_of(self, root: int) -> Any:
         sizes = np.empty(2, np.int64)
