@@ -13,6 +13,7 @@ import sys
 
 import pytest
 from job import MARK, Job, MakeJob, Process, clean_environment, free_port, needs_proc
+from torch_jobs import start_torchrun
 from torch_scripts import DDP_MAIN, SEND, SUM
 
 pytestmark = [
@@ -104,6 +105,5 @@ def test_ddp_of_a_guide_trains_by_spawn_and_by_torchrun_to_the_same_bits(make_jo
     (job.directory / "main.py").write_text(DDP_MAIN.replace("12355", str(free_port())))
     environment = {**clean_environment(), **REPLACED, MARK: job.mark}
     spawned = of_ddp(job._start("spawn", [sys.executable, "main.py"], environment))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "main.py"]
-    assert spawned == of_ddp(job._start("torchrun", torchrun, environment))
+    assert spawned == of_ddp(start_torchrun(job, "main.py", **REPLACED))
     assert len(spawned) == 1
