@@ -226,7 +226,7 @@ def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
     processes of pytest-xdist, and they are not what is left in the end.
     """
     waiting = [item for item in items if item.get_closest_marker("process")]
-    waiting.sort(key=lambda item: not hasattr(getattr(item, "module", None), "ONE_THREAD"))
+    waiting.sort(key=lambda item: not _is_of_pytorch(item))
     computing = [item for item in items if not item.get_closest_marker("process")]
     arranged: list[pytest.Item] = []
     placed = 0
@@ -237,6 +237,12 @@ def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
             arranged += waiting[placed:due]
             placed = due
     return arranged if computing else waiting
+
+
+def _is_of_pytorch(item: pytest.Item) -> bool:
+    """Whether its processes are forks of the one that has imported PyTorch."""
+    module = getattr(item, "module", None)
+    return hasattr(module, "ONE_THREAD") or hasattr(module, "start_ranks")
 
 
 def pytest_collection_finish() -> None:

@@ -1,10 +1,10 @@
-"""The first steps of torch.distributed, over this project's servers: messages and sums.
+"""The first steps of torch.distributed, over this project's servers: a message and sums.
 
     torchrun --nproc-per-node 3 examples/pytorch/ptdist.py
     python tools/launch.py -n 3 -s 1 --launcher local python examples/pytorch/ptdist.py
 
 Nothing but the name of the backend speaks of ``kvstore``; with ``gloo`` as its argument the script
-does the same over Gloo (by torchrun).
+does the same over Gloo (by torchrun). It needs two ranks or more.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ import torch
 import torch.distributed as dist
 
 
-def pass_around() -> float:
-    """Each rank adds its number to a token that goes round a ring; returns it on rank 0."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    token = torch.zeros(1)
-    if rank > 0:
-        dist.recv(token, src=rank - 1)
-    token += rank
-    dist.send(token, dst=(rank + 1) % size)
+def send_one(rank: int) -> None:
+    """Rank 0 sends a tensor of 1 to rank 1; all others keep their 0."""
+    tensor = torch.zeros(1)
     if rank == 0:
-        dist.recv(token, src=size - 1)
-    return float(token)
+        tensor += 1
+        dist.send(tensor, dst=1)
+    elif rank == 1:
+        dist.recv(tensor, src=0)
+    say(f"rank {rank} has data {tensor.item():g}")
+
+
+def add_up(rank: int) -> None:
+    """Zeros of all ranks add up to 0 on each; numbers of ranks, on three, to 3."""
+    zeros, numbers = torch.zeros(1), torch.tensor([float(rank)])
+    dist.all_reduce(zeros, op=dist.ReduceOp.SUM)
+    dist.all_reduce(numbers)
+    say(f"rank {rank} has the sums {zeros.item():g} of zeros and {numbers.item():g} of ranks")
+
+
+def say(line: str) -> None:
+    """Print a line at once and as a whole: torchrun's ranks share a terminal."""
+    print(f"{line}\n", end="", flush=True)
 
 
 def main() -> None:
-    """Send, add up, and gather."""
+    """Make the group, send, and add up."""
     backend = sys.argv[1] if len(sys.argv) > 1 else "kvstore"
     if backend == "kvstore":
         import kvstore.torch  # noqa: F401  (an installed kvstore needs no import)
     dist.init_process_group(backend)
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    token = pass_around()
-    total = torch.ones(2) * (rank + 1)
-    dist.all_reduce(total)
-    largest = torch.tensor([float(rank)])
-    dist.reduce(largest, dst=0, op=dist.ReduceOp.MAX)
-    squares = [torch.zeros(1) for _ in range(size)]
-    dist.all_gather(squares, torch.tensor([float(rank**2)]))
-    if rank == 0:
-        print(f"the token came back with {token:g}, the sum of all ranks")
-        print(f"all_reduce: {total.tolist()}, reduce(MAX): {largest.item():g}")
-        print(f"all_gather: {[each.item() for each in squares]}", flush=True)
+    send_one(dist.get_rank())
+    add_up(dist.get_rank())
     dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from common import JOB_S, ROUND, SENTENCE_S, STAY, EveryLauncher, Launcher, python, two_lines
+from common import JOB_S, ROOT, ROUND, SENTENCE_S, STAY, EveryLauncher, Launcher, python, two_lines
 from services.mpi import Mpi
 from services.sshd import SshHosts
 
@@ -170,6 +171,18 @@ def test_jobs_of_pytorchs_mpi_at_a_time_find_their_own_ranks(mpi: Mpi, tmp_path:
         total = float(sum(range(size)))
         assert sorted(said.splitlines()) == [f"{line}{total}" for line in found]
     assert not list(tmp_path.glob("kvmpi-*/*"))
+
+
+@needs_torch
+@pytest.mark.parametrize(("script", "told"), [("SEND", "SENT"), ("SUM", "ADDED")])
+def test_scripts_of_guides_run_as_they_stand(
+    mpi: Mpi, tmp_path: Path, script: str, told: str
+) -> None:
+    guides = runpy.run_path(str(ROOT / "tests" / "process" / "torch_scripts.py"))
+    with start(mpi, {"TMPDIR": str(tmp_path)}, "-n", "3", *python(guides[script])) as job:
+        said, errors = job.communicate(timeout=JOB_S)
+    assert job.returncode == 0, errors
+    assert sorted(said.splitlines()) == guides[told]
 
 
 @needs_torch

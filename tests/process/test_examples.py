@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from job import MARK, ROOT, MakeJob, clean_environment, free_port, needs_proc
+from torch_jobs import start_torchrun
 
 LIMIT_S = 110.0
 """Some train for ten seconds on two cores of their own, and other tests run beside them."""
 
 pytestmark = [pytest.mark.process, needs_proc, pytest.mark.timeout(LIMIT_S + 10)]
 
-# Of the examples, push_pull.py, custom_optimizer.py and train_mnist.py run always.
+# Of the examples, push_pull.py, custom_optimizer.py, train_mnist.py and ptdist.py run always.
 slow = pytest.mark.slow(reason="an example that trains; the tests of the stores make its calls")
 needs_jax = pytest.mark.skipif(
     importlib.util.find_spec("jax") is None, reason="JAX is not installed"
@@ -34,14 +35,15 @@ def launch(
     script: str,
     *flags: str,
     options: tuple[str, ...] = (),
+    num_workers: int = 2,
     num_servers: int = 1,
 ) -> dict[int, list[str]]:
     """Run a script to its good end; returns the lines of each worker by its rank."""
-    job = make_job(2, num_servers)
+    job = make_job(num_workers, num_servers)
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "tools" / "launch.py"), "-n", "2"),
-            *("-s", str(num_servers)),
+            *(sys.executable, str(ROOT / "tools" / "launch.py")),
+            *("-n", str(num_workers), "-s", str(num_servers)),
             *("--launcher", "local", *options, sys.executable, script, *flags),
         ],
         cwd=ROOT,
@@ -359,14 +361,25 @@ def test_workers_in_jax_read_digits(make_job: MakeJob, flags: tuple[str, ...]) -
     assert float(accuracies[0]) >= 0.97
 
 
-@slow
 @needs_torch
 def test_the_first_steps_of_torch_distributed(make_job: MakeJob) -> None:
-    assert launch(make_job, "examples/pytorch/ptdist.py")[0] == [
-        "the token came back with 1, the sum of all ranks",
-        "all_reduce: [3.0, 3.0], reduce(MAX): 1",
-        "all_gather: [0.0, 1.0]",
-    ]
+    assert launch(make_job, "examples/pytorch/ptdist.py", num_workers=3) == {
+        rank: [
+            f"rank {rank} has data {data}",
+            f"rank {rank} has the sums 0 of zeros and 3 of ranks",
+        ]
+        for rank, data in enumerate((1, 1, 0))
+    }
+
+
+@slow
+@needs_torch
+@pytest.mark.parametrize("script", ["pytorch/ddp_mnist.py", "horovod/mnist.py"])
+def test_ranks_of_an_example_that_torchrun_starts(make_job: MakeJob, script: str) -> None:
+    torchrun = start_torchrun(make_job(2), str(ROOT / "examples" / script), "--epochs=1")
+    assert torchrun.wait(LIMIT_S) == 0, torchrun.text
+    [share] = re.findall(r"test accuracy (0\.\d+) on 2 ranks", torchrun.text)
+    assert float(share) > 0.9
 
 
 @slow

@@ -13,7 +13,8 @@ import sys
 
 import pytest
 from job import MARK, Job, MakeJob, Process, clean_environment, free_port, needs_proc
-from torch_scripts import DDP_MAIN, SEND, SUM
+from torch_jobs import start_torchrun
+from torch_scripts import ADDED, DDP_MAIN, SEND, SENT, SUM
 
 pytestmark = [
     pytest.mark.process,
@@ -43,10 +44,6 @@ def start_as_mpiexec_does(job: Job, name: str, command: str) -> Process:
     environment = {**clean_environment(), **REPLACED, MARK: job.mark, "TMPDIR": str(job.directory)}
     loop = f"for rank in 0 1 2; do {rank} & done; wait"
     return job._start(name, ["sh", "-c", loop], environment)
-
-
-SENT = ["Rank 0 has data 1.0", "Rank 1 has data 1.0", "Rank 2 has data 0.0"]
-ADDED = [f"Rank {rank} has 0.0 of 3, and the sum 3.0" for rank in range(3)]
 
 
 def test_scripts_for_mpi_meet_by_what_mpiexec_tells_each_rank(make_job: MakeJob) -> None:
@@ -80,13 +77,16 @@ def test_jobs_at_a_time_and_scripts_in_a_row_do_not_meet(make_job: MakeJob) -> N
 
 
 @pytest.mark.slow(reason="the rank comes from RANK here, which test_torch_mpi.py has, too")
-def test_scripts_for_mpi_run_by_our_launcher(make_job: MakeJob) -> None:
+@pytest.mark.parametrize(("script", "told"), [(SEND, SENT), (SUM, ADDED)], ids=["send", "sum"])
+def test_scripts_for_mpi_run_by_our_launcher(
+    make_job: MakeJob, script: str, told: list[str]
+) -> None:
     job = make_job(3, 1)
     options = [word for name, value in REPLACED.items() for word in ("--env", f"{name}={value}")]
-    launcher = job.launch(SUM, *options)
+    launcher = job.launch(script, *options)
     assert launcher.wait(LIMIT_S) == 0, launcher.text
     for rank in range(3):
-        assert f"[worker {rank}] {ADDED[rank]}" in launcher.text
+        assert f"[worker {rank}] {told[rank]}" in launcher.text
 
 
 def of_ddp(process: Process) -> set[str]:
@@ -104,6 +104,5 @@ def test_ddp_of_a_guide_trains_by_spawn_and_by_torchrun_to_the_same_bits(make_jo
     (job.directory / "main.py").write_text(DDP_MAIN.replace("12355", str(free_port())))
     environment = {**clean_environment(), **REPLACED, MARK: job.mark}
     spawned = of_ddp(job._start("spawn", [sys.executable, "main.py"], environment))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "main.py"]
-    assert spawned == of_ddp(job._start("torchrun", torchrun, environment))
+    assert spawned == of_ddp(start_torchrun(job, "main.py", **REPLACED))
     assert len(spawned) == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from job import MARK, ONE_THREAD, ROOT, MakeJob, clean_environment, needs_proc
-from torch_jobs import DDP, RANK, start_ranks
+from torch_jobs import DDP, KILL, RANK, assert_told, start_ranks, start_torchrun
 
 pytestmark = [
     pytest.mark.process,
@@ -129,56 +129,6 @@ if rank:
         ) in ranks[rank].text
 
 
-@pytest.mark.parametrize("victim", [0, 1, "server"])
-def test_a_rank_that_is_killed_in_backward_is_named_on_the_others(
-    make_job: MakeJob, victim: int | str
-) -> None:
-    """Within a second; also rank 0, whose servers live long enough to say so, and a server."""
-    job = make_job(2)
-    ranks = start_ranks(
-        job,
-        DDP
-        + f"""
-from pslite.ids import Role, node_id
-class Killed(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        return x.clone()
-    @staticmethod
-    def backward(context, gradient):
-        server = dist.group.WORLD.cluster.node.membership.node(node_id(Role.SERVER, 0))
-        print("killed at", time.time(), server.pid, flush=True)
-        os.kill(server.pid if {victim!r} == "server" else os.getpid(), signal.SIGKILL)
-        return gradient
-dist.init_process_group("kvstore")
-net = model()
-ddp = torch.nn.parallel.DistributedDataParallel(net)
-train(ddp, slice(8 * rank, 8 * rank + 8), steps=2)
-if rank == {0 if victim == "server" else victim}:
-    ddp(Killed.apply(torch.ones(1, 6, requires_grad=True))).sum().backward()
-try:
-    train(ddp, slice(0, 8), steps=100_000)
-except RuntimeError as error:
-    print("told", time.time(), error)
-    raise SystemExit(3)
-""",
-    )
-    codes = [rank.wait(LIMIT_S) for rank in ranks]
-    killer = ranks[0 if victim == "server" else int(victim)]
-    killed = re.search(r"killed at (\S+) (\d+)", killer.text)
-    assert killed is not None, job.output()
-    name, pid = ("server 0", killed[2]) if victim == "server" else (f"worker {victim}", killer.pid)
-    for rank, code in zip(ranks, codes, strict=True):
-        if victim != "server" and rank is killer:
-            assert code == -signal.SIGKILL
-            continue
-        assert code == 3, job.output()
-        lost = rf"{name} \(pid {pid} on \S+\) is lost: its process is gone"
-        told = re.search(rf"told (\S+) .*{lost}", rank.text)
-        assert told is not None, job.output()
-        assert float(told[1]) - float(killed[1]) < 1.0, job.output()
-
-
 @pytest.mark.slow(reason="PS_LOST_AFTER passes, and who loses it is not asked sooner")
 def test_rank_0_is_named_where_nobody_can_look_at_its_process(make_job: MakeJob) -> None:
     """By PS_MACHINE each rank has a machine of its own; rank 0's scheduler outlives it."""
@@ -207,10 +157,14 @@ except RuntimeError as error:
 
 
 def test_workers_of_our_own_launcher_are_ranks_of_torch(make_job: MakeJob) -> None:
-    """The store and the group of PyTorch use one node; torch's address is set by the launcher."""
+    """The store and the group of PyTorch use one node; torch's address is set by the launcher.
+
+    In the end one is killed in DDP's backward pass.
+    """
     job = make_job(2, 2)
     launcher = job.launch(
         RANK
+        + KILL
         + """
 dist.init_process_group("kvstore")
 kv = mx.create("dist_sync")
@@ -221,13 +175,21 @@ dist.destroy_process_group()
 kv.barrier()  # otherwise rank 1 may still find the first TCPStore of rank 0, which is about to end
 dist.init_process_group("kvstore")
 print("again", summed(float(rank + 1)))
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+if rank == 1:
+    kill_in_backward(net.module.weight)
+try:
+    net(torch.ones(2)).sum().backward()
+except RuntimeError as error:
+    tell(error)
 """,
     )
-    assert launcher.wait(LIMIT_S) == 0, launcher.text
+    assert launcher.wait(LIMIT_S) == 128 + signal.SIGKILL, launcher.text
     text = launcher.text
     for rank in range(2):
         assert f"{rank} [3.0] True" in text, text
-    assert text.count("again [3.0]") == 2, text
+    assert text.count("] again [3.0]") == 2, text
+    assert_told(job, text, "worker 1", [0])
 
 
 def test_several_machines_each_get_a_server_and_the_key_of_a_file(make_job: MakeJob) -> None:
@@ -293,11 +255,7 @@ elif __name__ == "__main__":
     mp.spawn(run, (os.path.abspath("file"),), 2)
 """
     )
-    torchrun = job._start(
-        "torchrun",
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)],
-        {**clean_environment(), MARK: job.mark},
-    )
+    torchrun = start_torchrun(job, str(script))
     assert torchrun.wait(LIMIT_S) == 0, torchrun.text
     spawn = job._start(
         "spawn",

@@ -6,12 +6,11 @@ PyTorch takes seconds to be imported, so each job here tries several things.
 from __future__ import annotations
 
 import importlib.util
-import re
 import signal
 
 import pytest
 from job import MakeJob, needs_proc
-from torch_jobs import DDP, start_ranks
+from torch_jobs import DDP, KILL, assert_told, start_ranks
 
 pytestmark = [
     pytest.mark.process,
@@ -92,9 +91,16 @@ print("trained", flush=True)
         assert rank.lines == ["trained"], job.output()
 
 
-@pytest.mark.parametrize("kind", ["ServerOptimizer", "DistributedOptimizer"])
-def test_a_rank_that_is_killed_in_backward_is_named_on_the_other(
-    make_job: MakeJob, kind: str
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [
+        ("ServerOptimizer", "worker 1"),
+        ("ServerOptimizer", "server 0"),
+        ("DistributedOptimizer", "worker 1"),
+    ],
+)
+def test_who_is_killed_in_backward_is_named_on_the_others(
+    make_job: MakeJob, kind: str, victim: str
 ) -> None:
     made = {
         "ServerOptimizer": 'kvt.ServerOptimizer(net, None, "adam", lr=0.01)',
@@ -104,24 +110,27 @@ def test_a_rank_that_is_killed_in_backward_is_named_on_the_other(
     ranks = start_ranks(
         job,
         DDP
+        + KILL
         + OPTIMIZERS
         + f"""
+from pslite.ids import Role, node_id
 net = model()
 optimizer = {made}
 steps(net, optimizer, mine, 2)
+server = kvt.init().node.membership.node(node_id(Role.SERVER, 0))
 if rank == 1:
-    net[2].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    kill_in_backward(net[2].weight, server.pid if {victim!r} == "server 0" else None)
 try:
     steps(net, optimizer, mine, 100)
 except Exception as error:
-    print("told:", error, flush=True)
+    tell(error)
     os._exit(3)
 """,
     )
     codes = [rank.wait(LIMIT_S) for rank in ranks]
-    assert codes == [3, -signal.SIGKILL], job.output()
-    lost = rf"told: .*worker 1 \(pid {ranks[1].pid} on \S+\) is lost: its process is gone"
-    assert re.search(lost, ranks[0].text), job.output()
+    left = [0, 1] if victim == "server 0" else [0]
+    assert codes == [3, 3 if 1 in left else -signal.SIGKILL], job.output()
+    assert_told(job, job.output(), victim, left)
 
 
 def test_ranks_that_make_other_calls_are_told_so_by_backward(make_job: MakeJob) -> None:

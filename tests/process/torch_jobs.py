@@ -1,11 +1,15 @@
-"""Scripts that processes of a PyTorch job run, and how tests start them: one by one, by hand.
+"""Scripts that processes of a PyTorch job run, and how tests start them.
 
-Each rank is ``python -c``, as torchrun starts it, without torchrun's own import of PyTorch.
+By hand each rank is ``python -c``, as torchrun starts it, without torchrun's own import of PyTorch.
 """
 
 from __future__ import annotations
 
-from job import HOST, ONE_THREAD, Job, Process, free_port
+import re
+import sys
+from collections.abc import Iterable
+
+from job import HOST, MARK, ONE_THREAD, Job, Process, clean_environment, free_port
 
 RANK = """
 import os, signal, sys, time
@@ -42,6 +46,34 @@ def bits(tensors):
 """
 """A small training whose batch of all ranks is known to each of them."""
 
+KILL = """
+def kill_in_backward(weight, pid=None):
+    def kill(gradient):
+        handle.remove()
+        with open("killed", "w") as file:
+            print(pid or os.getpid(), time.monotonic(), file=file)
+        os.kill(pid or os.getpid(), signal.SIGKILL)
+    handle = weight.register_hook(kill)
+def tell(error):
+    seconds = time.monotonic() - float(open("killed").read().split()[1])
+    first_line = str(error).partition("\\n")[0]
+    print(f"rank {rank} is told after {seconds:.3f} s: {first_line}\\n", end="", flush=True)
+"""
+"""``kill -9`` of this process or another in a backward pass, and what the others say of it."""
+
+
+def assert_told(job: Job, text: str, victim: str, ranks: Iterable[int]) -> int:
+    """Check that within a second these ranks, and no others, had an error that names the victim.
+
+    Returns its process id.
+    """
+    pid = (job.directory / "killed").read_text().split()[0]
+    lost = rf"{victim} \(pid {pid} on \S+\) is lost: its process is gone"
+    found = re.findall(rf"rank (\d) is told after (\S+) s: .*{lost}", text)
+    assert sorted(rank for rank, _ in found) == [str(rank) for rank in ranks], text
+    assert max(float(seconds) for _, seconds in found) < 1.0, text
+    return int(pid)
+
 
 def start_ranks(job: Job, code: str, **settings: str) -> list[Process]:
     """All ranks of a job, with the environment that torchrun would give them.
@@ -68,3 +100,15 @@ def start_ranks(job: Job, code: str, **settings: str) -> list[Process]:
         }
         found.append(job.start("worker", rank, ("-c", RANK + code), environment))
     return found
+
+
+def start_torchrun(job: Job, *words: str, **settings: str) -> Process:
+    """Run ``torchrun WORDS``, with a rank for each worker of the job.
+
+    Its usual port would be that of other tests, too.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}"]
+    environment = {**clean_environment(), MARK: job.mark, **ONE_THREAD, **settings}
+    environment.setdefault("PS_ROSTER_INTERVAL", "60")  # the machine may be busy
+    options = [f"--nproc-per-node={job.num_workers}", *words]
+    return job._start("torchrun", [*torchrun, *options], environment)

@@ -24,6 +24,9 @@ if __name__ == "__main__":
 """
 """Rank 0 sends a number to rank 1; MPI alone says who is who."""
 
+SENT = ["Rank 0 has data 1.0", "Rank 1 has data 1.0", "Rank 2 has data 0.0"]
+"""What three ranks say of it."""
+
 SUM = """
 import os
 import torch
@@ -46,6 +49,9 @@ if __name__ == "__main__":
     init_process(0, 0, run, backend="mpi")
 """
 """A sum over all; rank and size of the call are 0, since MPI says both, and so is the address."""
+
+ADDED = [f"Rank {rank} has 0.0 of 3, and the sum 3.0" for rank in range(3)]
+"""What three ranks say of it."""
 
 DDP_MAIN = """
 import hashlib, os
