@@ -93,7 +93,10 @@ else:
 def test_a_group_is_made_again_and_again_in_a_store_that_stays(
     make_job: MakeJob, tmp_path: Path
 ) -> None:
-    """As torchrun's does. In the end ranks 1 and 2 make groups in another order than rank 0."""
+    """As torchrun's does. In the end ranks 1 and 2 make groups in another order than rank 0.
+
+    Before, rank 0 makes one of its own, which gets the name of the one that the others make.
+    """
     job = make_job(3)
     ranks = start_ranks(
         job,
@@ -107,6 +110,7 @@ for turn in range(2):
         dist.destroy_process_group(parts[turn])
     dist.destroy_process_group()
 dist.init_process_group("kvstore", store=store, rank=rank, world_size=size)
+print(summed(1, group=dist.new_group([1, 2] if rank else [0])))
 members = [[0, 1], [0, 2]]
 if rank == 0:
     made = [*map(dist.new_group, members)]
@@ -116,16 +120,16 @@ if rank:
 """,
     )
     assert job.wait_all(LIMIT_S) == [0, 1, 1], job.output()
-    assert [rank.lines[:2] for rank in ranks] == [
-        ["[[2], [2]]", "[[2]]"],
-        ["[[2]]", "[[2]]"],
-        ["[[2]]", "[[2], [2]]"],
+    assert [rank.lines[:3] for rank in ranks] == [
+        ["[[2], [2]]", "[[2]]", "[1]"],
+        ["[[2]]", "[[2]]", "[2]"],
+        ["[[2]]", "[[2], [2]]", "[2]"],
     ]
     for rank, here in ((1, [0, 1]), (2, [0, 2])):
         there = [0, 3 - rank]
         assert (
             "MismatchError: all ranks must call new_group for the same ranks in the same order: "
-            f"the group named '{3 - rank}' is {there} on rank 0 and {here} on rank {rank}"
+            f"the group named '{4 - rank}' is {there} on rank 0 and {here} on rank {rank}"
         ) in ranks[rank].text
 
 
