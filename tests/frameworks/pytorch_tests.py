@@ -3,14 +3,14 @@
 ::
 
     python tests/frameworks/pytorch_tests.py            # 3 ranks; exit code 1 if a test failed
-    python tests/frameworks/pytorch_tests.py --ranks 4 test_all_reduce_sum test_ddp_device
+    python tests/frameworks/pytorch_tests.py --ranks 4 test_all_reduce_sum test_gather_object
     python tests/frameworks/pytorch_tests.py --backend gloo
 
 They come with PyTorch: ``torch/testing/_internal/distributed/distributed_test.py``. Its text lets
 in the backends that it knows by their names; ``widened`` adds the name of this one, and changes
 nothing else. ``pytorch_tests.txt`` lists the tests that apply to a backend on CPUs: not those that
-want GPUs, NCCL, eight ranks, torchvision, or ``monitored_barrier``, which PyTorch refuses to
-others. They need the package ``expecttest``.
+want GPUs, NCCL, eight ranks, torchvision, or gloo's words in the errors of ``monitored_barrier``.
+They need the package ``expecttest``.
 
 PyTorch starts new processes for each test. Here a set of processes runs all, with a group that is
 made anew after a failure; the seeds are the same before each test.
@@ -69,7 +69,7 @@ def tests_of(folder: Path) -> ModuleType:
     """PyTorch's tests, widened."""
     from torch.testing._internal.common_distributed import DistTestCases
 
-    for feature in ("plugin", "ddp", "subgroup"):
+    for feature in ("plugin", "ddp", "subgroup", "gpu"):  # the last: also with GPUs
         DistTestCases.backend_feature[feature].add(NAME)
     found = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
     assert found is not None and found.origin is not None
@@ -116,8 +116,11 @@ class Rank:
         random.seed(20)
         test = self.cls(name)
         test.rank = self.rank
+        method = getattr(test, name)
+        if getattr(method, "__unittest_skip__", False):
+            return f"skip: {method.__unittest_skip_why__}"
         try:
-            getattr(test, name)()
+            method()
         except unittest.SkipTest as skipped:
             return f"skip: {skipped}"
         except SystemExit as ended:

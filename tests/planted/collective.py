@@ -100,8 +100,8 @@ BUGS = [
     Bug(
         "a part of a torch group whose ranks differ from rank to rank is made",
         "kvstore/frameworks/torch/process_group.py",
-        "if ranks != members:",
-        "if len(ranks) != len(members):",
+        "if ranks == members:",
+        "if len(ranks) == len(members):",
         _AGAIN,
     ),
     Bug(

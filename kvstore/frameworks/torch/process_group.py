@@ -13,6 +13,7 @@ call returns at once; ``work.py`` contains the waiting. Read next: ``cluster.py`
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -78,14 +79,21 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroupKVStore:
 
 
 def _check_members(world: ProcessGroupKVStore, name: str, members: Sequence[int]) -> None:
-    """Raise if another rank has created the group of this name with other ranks."""
+    """Raise if another rank has created the group of this name with other ranks.
+
+    PyTorch numbers groups on each rank, so groups without a common rank may have one name.
+    """
     own = json.dumps([world.rank(), *members])
-    first, *ranks = json.loads(world.cluster.store.compare_set(f"group/{name}", "", own))
-    if ranks != members:
-        raise MismatchError(
-            "all ranks must call new_group for the same ranks in the same order: the group named "
-            f"{name!r} is {ranks} on rank {first} and {members} on rank {world.rank()}"
-        )
+    for number in itertools.count():
+        found = world.cluster.store.compare_set(f"group/{name}/{number}", "", own)
+        first, *ranks = json.loads(found)
+        if ranks == members:
+            return
+        if not set(members).isdisjoint(ranks):
+            raise MismatchError(
+                "all ranks must call new_group for the same ranks in the same order: the group "
+                f"named {name!r} is {ranks} on rank {first} and {members} on rank {world.rank()}"
+            )
 
 
 class ProcessGroupKVStore(dist.ProcessGroup):  # type: ignore[misc]
