@@ -3,7 +3,8 @@
 ``python benchmarks/torch_ddp.py``: all ranks have a group of both backends and use them in turns,
 one operation of each, so that both meet the same machine. Printed are medians in ms and their
 ratio, for each of ``--ranks`` on this machine and then for ``--network-ranks`` in network
-namespaces of their own, which have TCP and nothing else between them (as root, with ``ip``).
+namespaces, which have TCP and nothing else between them (as root, with ``ip``). Each namespace
+stands for a machine with ``--per-machine`` ranks, which share its memory and its TCP.
 
 ``--parts``: ``sums``, all_reduce of float32 tensors of several sizes; ``buckets``, the gradients of
 ResNet-50 in the five buckets in which DDP sends them, all at a time; ``backward``, DDP's backward
@@ -54,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=numbers, default="2,4", help="on this machine (2,4)")
     parser.add_argument("--network-ranks", type=numbers, default="2", help="in namespaces (2)")
+    parser.add_argument("--per-machine", type=int, default=1, help="ranks of each namespace (1)")
     parser.add_argument("--gbit", type=float, default=0.0, help="of each namespace; 0: no limit")
     parser.add_argument("--parts", default=",".join(PARTS), help="which (all)")
     parser.add_argument("--models", type=chosen, default="resnet50,resnet110")
@@ -90,27 +92,30 @@ def main() -> int:
 
 
 def run_in_namespaces(size: int, options: argparse.Namespace) -> int:
-    """Run ranks whose only way to each other is TCP; return an exit code."""
+    """Run ranks on machines whose only way to each other is TCP; return an exit code."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         print("network namespaces are left out: they need root and ip (Debian: iproute2)")
         return 0
     limit = f" of {options.gbit:g} Gbit/s" if options.gbit else ""
-    print(f"{size} ranks by TCP{limit}, ms (median), kvstore : gloo", flush=True)
-    with machines(size, options.gbit, 0.0) as names:
+    count = -(-size // options.per_machine)
+    where = f"{size} ranks on {count} machines by TCP{limit}"
+    print(f"{where}, ms (median), kvstore : gloo", flush=True)
+    with machines(count, options.gbit, 0.0) as names:
+        placed = [rank // options.per_machine for rank in range(size)]
         ranks = [
             subprocess.Popen(
                 [
-                    *("ip", "netns", "exec", name, sys.executable, *sys.argv),
+                    *("ip", "netns", "exec", names[machine], sys.executable, *sys.argv),
                     *("--rank-of", f"{rank}/{size}"),
                 ],
                 env={
                     **os.environ,
-                    "PS_MACHINE": f"machine {rank}",
-                    "DMLC_NODE_HOST": address(rank),
+                    "PS_MACHINE": f"machine {machine}",
+                    "DMLC_NODE_HOST": address(machine),
                     "GLOO_SOCKET_IFNAME": "net",
                 },
             )
-            for rank, name in enumerate(names)
+            for rank, machine in enumerate(placed)
         ]
         try:
             return max(rank.wait() for rank in ranks)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from job import MARK, ROOT, MakeJob, clean_environment, needs_proc
+from test_networks import REASON
 
 from benchmarks.compare.jobs import JobFailed, Process, run_processes, run_task
 from benchmarks.compare.loop import Task
@@ -16,7 +20,7 @@ from benchmarks.compare.scripts import MODULE, launched
 pytestmark = [pytest.mark.process, needs_proc]
 
 
-def run(make_job: MakeJob, *command: str) -> str:
+def run(make_job: MakeJob, *command: str, limit_s: float = 55.0) -> str:
     """Run a Python command to its good end; returns what it has printed."""
     job = make_job()
     done = subprocess.run(
@@ -25,7 +29,7 @@ def run(make_job: MakeJob, *command: str) -> str:
         env={**clean_environment(), MARK: job.mark, "TMPDIR": str(job.directory)},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=limit_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,3 +84,58 @@ def test_the_walk_counts_calls_on_each_thread(make_job: MakeJob) -> None:
         assert calls == caller + worker + server + pool
         assert calls > functions > files > 10
         assert min(caller, worker, server) > 10
+
+
+LONG_S = 240.0
+"""Two to five processes import PyTorch, on a machine that may be busy."""
+
+
+def of_torch(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks of a test that runs one of PyTorch's benchmarks."""
+    for mark in (
+        pytest.mark.slow(reason="each rank imports PyTorch, and adds up models"),
+        pytest.mark.timeout(LONG_S + 10),
+        pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch"),
+    ):
+        test = mark(test)
+    return test
+
+
+def ratios(lines: list[str]) -> list[str]:
+    """What was timed, of lines as ``torch_ddp.py`` prints them."""
+    found = [re.fullmatch(r"(\S.*\S) +[\d.]+ : +[\d.]+ = [\d.]+", line) for line in lines]
+    assert all(found), lines
+    return [match[1] for match in found if match]
+
+
+SUMS = [f"all_reduce, {size}" for size in ("8 B", "1 MB", "25 MB", "100 MB")]
+
+
+@of_torch
+def test_every_part_of_the_comparison_with_gloo_runs(make_job: MakeJob) -> None:
+    options = ["--quick", "--ranks", "2", "--network-ranks", "", "--models", "lenet"]
+    text = run(make_job, "benchmarks/torch_ddp.py", *options, limit_s=LONG_S)
+    title, *lines = text.splitlines()
+    assert title.startswith("2 ranks on one machine, ms (median)")
+    more = ["ResNet-50, 5 buckets", "DDP, lenet", "DDP step, ResNet-18"]
+    assert ratios(lines) == [*SUMS, *more]
+
+
+@of_torch
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+def test_several_ranks_of_the_comparison_with_gloo_share_a_machine(make_job: MakeJob) -> None:
+    options = ["--quick", "--ranks", "", "--network-ranks", "3", "--per-machine", "2"]
+    text = run(make_job, "benchmarks/torch_ddp.py", *options, "--parts", "sums", limit_s=LONG_S)
+    title, *lines = text.splitlines()
+    assert title.startswith("3 ranks on 2 machines by TCP, ms (median)")
+    assert ratios(lines) == SUMS
+
+
+@of_torch
+def test_steps_of_all_optimizers_are_compared(make_job: MakeJob) -> None:
+    options = ["--quick", "--model", "lenet", "--optimizer", "adam"]
+    text = run(make_job, "benchmarks/torch_optimizers.py", *options, limit_s=LONG_S)
+    title, *lines = text.splitlines()
+    assert title.startswith("lenet, adam, 2 ranks: ms of a step (median)")
+    names = ["DDP over gloo", "ZeRO-1 over gloo", "DistributedOptimizer", "ServerOptimizer"]
+    assert [re.split(r"  +", line)[0] for line in lines] == names

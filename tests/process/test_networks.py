@@ -6,6 +6,7 @@ integration have it); elsewhere they are skipped.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -32,7 +33,7 @@ REASON = reason_to_skip()
 pytestmark = [pytest.mark.process, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 
-def run_alone(script: str, *arguments: str) -> str:
+def run_alone(script: str, *arguments: str, limit_s: float = LIMIT_S) -> str:
     """Run Python code in a network of its own, which has a loopback only; returns its output."""
     command = 'ip link set lo up && exec "$@"'
     words = ["unshare", "--net", "sh", "-c", command, "sh", sys.executable, "-c", script]
@@ -46,12 +47,12 @@ def run_alone(script: str, *arguments: str) -> str:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=LIMIT_S)
+        output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         # The launcher is in this group, and ends its job when it is asked to.
         os.killpg(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=10)
-        raise AssertionError(f"not done after {LIMIT_S:g} s: {output}") from None
+        raise AssertionError(f"not done after {limit_s:g} s: {output}") from None
     assert process.returncode == 0, output
     return output
 
@@ -154,12 +155,13 @@ def test_values_that_take_longer_than_a_heartbeat_go_through_a_slow_link_at_once
 
 
 # Two networks with a cable between them, which stand for two machines: two workers in each, the
-# scheduler and the only server in the first. What passes through the cable is counted.
+# scheduler and the only server in the first. The first argument is what the workers run.
 TWO_MACHINES = """
 import os, subprocess, sys, tempfile
 from kvstore.launch.environment import listen
 
-other = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 60"], stdout=-1)
+worker = sys.argv[1]
+other = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 200"], stdout=-1)
 other.stdout.readline()
 there = ["nsenter", "-t", str(other.pid), "-n"]
 ip = lambda words, before=(): subprocess.run([*before, "ip", *words.split()], check=True)
@@ -181,39 +183,19 @@ settings = {
     "PS_JOB_KEY_FILE": key.name,
     "PS_SECURITY": "plain",
     "OMP_NUM_THREADS": "1",
-    **dict(pair.split("=") for pair in sys.argv[1:]),
+    "MASTER_ADDR": "10.9.8.1",
+    "MASTER_PORT": "29500",
+    "WORLD_SIZE": "4",
+    **dict(pair.split("=") for pair in sys.argv[2:]),
 }
-worker = '''
-import numpy as np, kvstore as mx
-from pslite import Communicator
-kv = mx.kvstore.create("dist_sync")
-group = Communicator(kv.node)
-def passed():
-    with open("/proc/net/dev") as table:
-        numbers = next(line for line in table if "cable" in line).split(":")[1].split()
-    return int(numbers[0]), int(numbers[8])
-gradient = np.full(2_000_000, 1.0 + kv.rank, np.float32)
-for _ in range(2):
-    group.all_reduce(gradient).result(30)
-    group.barrier().result(30)
-before = passed()
-kv.barrier()
-for _ in range(5):
-    total = group.all_reduce(gradient).result(30)
-kv.barrier()
-after = passed()
-assert set(total.tolist()) == {10.0}
-if kv.rank == 0:
-    moved = [(b - a) / (5 * gradient.nbytes) for a, b in zip(before, after)]
-    print("gradients through the cable:", *(f"{each:.3f}" for each in moved), flush=True)
-kv.close()
-'''
 
 def start(role, rank, machine, *command, **options):
     own = {**settings, "DMLC_ROLE": role, "DMLC_TASK_ID": str(rank), "PS_MACHINE": "ab"[machine]}
     own["DMLC_NODE_HOST"] = ("10.9.8.1", "10.9.8.2")[machine]
     if role == "scheduler":
         own["PS_LISTEN_FD"] = str(listener.fileno())
+    if role == "worker":
+        own["RANK"] = str(rank)
     return subprocess.Popen([*(there if machine else ()), *command], env=own, **options)
 
 service = [sys.executable, "-m", "kvstore.server"]
@@ -228,16 +210,90 @@ other.wait()
 assert codes == [0] * 6, codes
 """
 
+# What passes through the cable is counted.
+COUNT = """
+def passed():
+    with open("/proc/net/dev") as table:
+        numbers = next(line for line in table if "cable" in line).split(":")[1].split()
+    return int(numbers[0]), int(numbers[8])
+def report(before, gradients, nbytes):
+    moved = [(b - a) / (gradients * nbytes) for a, b in zip(before, passed())]
+    print("gradients through the cable:", *(f"{each:.3f}" for each in moved), flush=True)
+"""
 
-def through_the_cable(*settings: str) -> list[float]:
-    told = run_alone(TWO_MACHINES, *settings)
+COMMUNICATOR = (
+    COUNT
+    + """
+import numpy as np, kvstore as mx
+from pslite import Communicator
+kv = mx.kvstore.create("dist_sync")
+group = Communicator(kv.node)
+gradient = np.full(2_000_000, 1.0 + kv.rank, np.float32)
+for _ in range(2):
+    group.all_reduce(gradient).result(30)
+    group.barrier().result(30)
+before = passed()
+kv.barrier()
+for _ in range(5):
+    total = group.all_reduce(gradient).result(30)
+kv.barrier()
+if kv.rank == 0:
+    report(before, 5, gradient.nbytes)
+assert set(total.tolist()) == {10.0}
+kv.close()
+"""
+)
+
+
+def through_the_cable(worker: str, *settings: str, limit_s: float = LIMIT_S) -> list[float]:
+    told = run_alone(TWO_MACHINES, worker, *settings, limit_s=limit_s)
     line = told.partition("gradients through the cable: ")[2].splitlines()[0]
     return [float(number) for number in line.split()]
 
 
-@pytest.mark.skipif(shutil.which("nsenter") is None, reason="needs the program nsenter")
+needs_nsenter = pytest.mark.skipif(
+    shutil.which("nsenter") is None, reason="needs the program nsenter"
+)
+
+
+@needs_nsenter
 def test_four_ranks_on_two_machines_send_one_gradient_a_machine() -> None:
-    for moved in through_the_cable():
+    for moved in through_the_cable(COMMUNICATOR):
         assert 1.0 < moved < 1.03
-    for moved in through_the_cable("PS_SUM_ON_MACHINES=0"):
+    for moved in through_the_cable(COMMUNICATOR, "PS_SUM_ON_MACHINES=0"):
         assert 2.0 < moved < 2.06
+
+
+DDP = (
+    COUNT
+    + """
+import torch, torch.distributed as dist
+import kvstore.torch
+torch.set_num_threads(1)
+dist.init_process_group("kvstore")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1000, 2000))
+x = torch.full((1, 1000), 1.0 + dist.get_rank())
+def backward(times):
+    for _ in range(times):
+        net.zero_grad()
+        net(x).sum().backward()
+    dist.barrier()
+backward(2)
+before = passed()
+dist.barrier()
+backward(5)
+if dist.get_rank() == 0:
+    report(before, 5, sum(each.grad.nbytes for each in net.parameters()))
+assert set(net.module.weight.grad.flatten().tolist()) == {2.5}
+dist.destroy_process_group()
+"""
+)
+
+
+@needs_nsenter
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+@pytest.mark.slow(reason="four ranks import PyTorch; the ranks of a Communicator take the same way")
+@pytest.mark.timeout(190)
+def test_ddp_with_four_ranks_on_two_machines_sends_one_gradient_a_machine() -> None:
+    for moved in through_the_cable(DDP, limit_s=180):
+        assert 1.0 < moved < 1.1
