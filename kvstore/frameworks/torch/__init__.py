@@ -14,6 +14,9 @@ importing this module registers it, too. Read next: ``process_group.py``.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from kvstore.frameworks import PYTORCH
 
 try:
@@ -25,18 +28,37 @@ except ModuleNotFoundError as error:
 
 import torch.distributed
 
-from kvstore.frameworks.torch.cluster import GroupCluster, join
-from kvstore.frameworks.torch.distributed_optimizer import DistributedOptimizer
-from kvstore.frameworks.torch.parameters import (
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from kvstore.frameworks.torch.process_group import ProcessGroupKVStore, create
-from kvstore.frameworks.torch.server_optimizer import ServerOptimizer
-from kvstore.frameworks.torch.store import init
-from kvstore.frameworks.torch.work import KVStoreWork
+from kvstore.errors.hints import missing
 from kvstore_torch_autoload import register
+
+if TYPE_CHECKING:
+    from kvstore.frameworks.torch.cluster import GroupCluster, join
+    from kvstore.frameworks.torch.distributed_optimizer import DistributedOptimizer
+    from kvstore.frameworks.torch.parameters import (
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+    )
+    from kvstore.frameworks.torch.process_group import ProcessGroupKVStore, create
+    from kvstore.frameworks.torch.server_optimizer import ServerOptimizer
+    from kvstore.frameworks.torch.store import init
+    from kvstore.frameworks.torch.work import KVStoreWork
+
+#: Public functions and classes: name -> their module, which is imported when the name is used. A
+#: script of DistributedDataParallel needs no store.
+_MEMBERS = {
+    "DistributedOptimizer": "distributed_optimizer",
+    "GroupCluster": "cluster",
+    "KVStoreWork": "work",
+    "ProcessGroupKVStore": "process_group",
+    "ServerOptimizer": "server_optimizer",
+    "broadcast_object": "parameters",
+    "broadcast_optimizer_state": "parameters",
+    "broadcast_parameters": "parameters",
+    "create": "process_group",
+    "init": "store",
+    "join": "cluster",
+}
 
 __all__ = [
     "DistributedOptimizer",
@@ -52,6 +74,17 @@ __all__ = [
     "join",
     "register",
 ]
+
+
+if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
+
+    def __getattr__(name):
+        if name not in _MEMBERS:
+            raise missing("kvstore.torch", name, __all__)
+        module = importlib.import_module(f"{__name__}.{_MEMBERS[name]}")
+        found = globals()[name] = getattr(module, name)
+        return found
+
 
 if not torch.distributed.is_available():
     raise ImportError(
