@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     from kvstore.arrays.context import num_gpus as num_gpus
     from kvstore.frameworks import horovod as horovod
     from kvstore.frameworks import jax as jax
+    from kvstore.frameworks import lightning as lightning
     from kvstore.frameworks import torch as torch
     from kvstore.kvstore import create as create
     from kvstore.launch.run import LocalCluster as LocalCluster
@@ -78,6 +79,7 @@ _PUBLIC = {
     "io": "kvstore.mxnet.io",
     "jax": "kvstore.frameworks.jax",
     "kv": "kvstore.kvstore",
+    "lightning": "kvstore.frameworks.lightning",
     "lr_scheduler": "kvstore.optimizer.schedule",
     "metric": "kvstore.mxnet.metric",
     "model": "kvstore.mxnet.model",
@@ -109,10 +111,12 @@ _MEMBERS = {
     "run": "kvstore.launch.run",
 }
 
+_NOT_IMPORTED_BY_STAR = ("base", "horovod", "jax", "lightning", "torch", "training")
+
 __all__ = [
     "__version__",
     *_OWN,
-    *(name for name in _PUBLIC if name not in ("base", "horovod", "jax", "torch", "training")),
+    *(name for name in _PUBLIC if name not in _NOT_IMPORTED_BY_STAR),
     *_MEMBERS,
 ]
 

@@ -53,9 +53,9 @@ def descriptors():
     return sorted(os.listdir("/proc/self/fd"))
 
 def modules_in(package):
-    # PyTorch and JAX, which these import, have effects of their own.
+    # PyTorch, JAX and Lightning, which these import, have effects of their own.
     frameworks = "kvstore.frameworks."
-    foreign = [frameworks + name for name in ("torch", "jax", "horovod.torch")]
+    foreign = [frameworks + name for name in ("torch", "jax", "lightning", "horovod.torch")]
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         if module.name not in foreign:
             yield module.name

@@ -229,12 +229,14 @@ def test_a_circle_is_found_and_what_leads_to_it_is_not_in_it() -> None:
         (("cupy", "cupyx"), "kvstore.arrays.cupy"),
         (
             ("torch",),
-            "kvstore.arrays.torch kvstore.frameworks.torch. kvstore.frameworks.horovod.torch.",
+            "kvstore.arrays.torch kvstore.frameworks.torch. kvstore.frameworks.horovod.torch. "
+            "kvstore.frameworks.lightning",
         ),
+        (("lightning",), "kvstore.frameworks.lightning"),
         (("jax", "jaxlib"), "kvstore.arrays.jax kvstore.frameworks.jax"),
         (("ml_dtypes",), "kvstore.arrays.dtypes"),
     ],
-    ids=["zmq", "msgpack", "cupy", "torch", "jax", "ml_dtypes"],
+    ids=["zmq", "msgpack", "cupy", "torch", "lightning", "jax", "ml_dtypes"],
 )
 def test_a_foreign_package_has_one_door(packages: tuple[str, ...], door: str) -> None:
     """A door that ends in a dot is a package; beside it, other doors are named in full.
