@@ -13,8 +13,8 @@ message to the last answer. Large arrays are cut into chunks, which go to the se
 thread may call; answers are copied into arrays on the node's I/O thread. Where all workers of a
 group are on one machine, calls in order go by shared memory (``shared_memory_route.py``), with the
 same bits; on several machines by shared memory on each of them, and by the servers among them
-(``machines_route.py``); else by the servers. This file checks arguments and chooses. Read next:
-``server_route.py``.
+(``machines_route.py``); else by the servers. In a group made with ``any_order`` all large calls do
+(``ready_order.py``). This file checks arguments and chooses. Read next: ``server_route.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from pslite.collective.arrays import (
     with_op,
 )
 from pslite.collective.mailbox import Mail, ReceivedArray
-from pslite.collective.ring_opening import RingOpening, RingsRoute, machines_of
+from pslite.collective.ready_order import ReadyOrder
+from pslite.collective.ring_opening import RingOpening, Route, machines_of
 from pslite.collective.server_route import ServerRoute
 from pslite.errors import ClosedError, UsageError
 from pslite.future import Future
@@ -48,10 +49,6 @@ from pslite.node.postoffice import Postoffice
 from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, GroupKey
 
 T = TypeVar("T")
-Route = ServerRoute | RingsRoute
-_INTERNAL = "\0"
-"""What names of the project's own begin with."""
-
 _JOIN = 1 << 40
 """Calls are numbered again after each ``join``, from here on, twice this, and so on."""
 
@@ -74,8 +71,10 @@ class Communicator:
         ranks: workers' ranks in the job, in the group's order; None: all.
         name: the same on all members. Groups with the same name and ranks are told apart by the
             order in which each worker makes them.
-        rings: whether calls may go by shared memory; the same on all members. ``join`` needs a
-            group without.
+        rings: whether calls may go by shared memory; the same on all members.
+        any_order: whether large calls may go by shared memory also with a name, and in a group
+            whose members ``join``. They then begin with a question to a server. The same on all
+            members.
 
     Raises:
         UsageError: the ranks are not different workers of this job, or this one is not among them.
@@ -88,6 +87,7 @@ class Communicator:
         *,
         name: str = "",
         rings: bool = True,
+        any_order: bool = False,
     ) -> None:
         if node.role is not Role.WORKER:
             raise UsageError(
@@ -109,7 +109,10 @@ class Communicator:
         self.rank = self.ranks.index(node.rank)
         self.size = len(self.ranks)
         self._group = GroupKey(self.name, self.ranks, _number_of_group(node, name, self.ranks))
-        self._servers = ServerRoute(node, self.rank, self.size, self._ended)
+        machines = machines_of(node, self.ranks)
+        rings = rings and machines.have_neighbours
+        any_order = any_order and rings
+        self._servers = ServerRoute(node, self.rank, self.size, self._ended, meets=any_order)
         self._mail = Mail(node, self._group, self._servers.chunk_bytes(""))
         #: Name -> how many calls of it there were; "" counts those that are matched by order.
         self._counts: Counter[str] = Counter()
@@ -118,15 +121,9 @@ class Communicator:
         self._has_joined = False
         self._is_closed = False
         self._rings: RingOpening | None = None
-        machines = machines_of(node, self.ranks)
-        if rings and machines.have_neighbours:
-            self._rings = RingOpening(
-                node,
-                self._group,
-                machines,
-                self._servers,
-                lambda name, data: self._servers.gather_bytes(self._begin(_INTERNAL + name), data),
-            )
+        if rings:
+            order = ReadyOrder(self._servers, self._ended) if any_order else None
+            self._rings = RingOpening(node, self._group, machines, self._servers, order)
 
     # -- calls ---------------------------------------------------------------------------
 
@@ -264,12 +261,12 @@ class Communicator:
         product, band) and all other calls end with an error, and this rank makes no calls.
 
         Raises:
-            UsageError: the group's calls may go by shared memory, past the servers.
+            UsageError: the group's calls may go by shared memory, unknown to the servers.
         """
-        if self._rings is not None:
+        if self._rings is not None and self._rings.order is None:
             raise UsageError(
-                "join needs a group whose calls go by the servers: make it with rings=False on all "
-                "its workers"
+                "join needs a group whose calls are known to the servers: make it with "
+                "any_order=True on all its workers"
             )
         with _lock:
             self._check_open()
@@ -356,11 +353,9 @@ class Communicator:
     ) -> Future[T]:
         """Number a call and make it by the way that such calls of this group go."""
         key = self._begin(name)
-        if name is not None or self._rings is None:
+        if self._rings is None or not self._rings.takes(key, call):
             return make(self._servers, key)
-        return self._rings.call(
-            lambda: key.text(call), lambda route: make(route or self._servers, key)
-        )
+        return self._rings.call(key, call, lambda route: make(route, key))
 
     def _gathering(self, kind: str, array: Array, root: int) -> CollectiveCall:
         """Return a call whose arrays differ only in their first dimension."""

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from pslite.apps.asking import Asker
 from pslite.collective.arrays import Bytes
+from pslite.collective.asker import CollectiveAsker
 from pslite.collective.waits import CallWaits
 from pslite.collective.wire import (
     CALL,
@@ -20,7 +20,6 @@ from pslite.collective.wire import (
     CallRequest,
     pack_call,
     pack_give_up,
-    server_of,
 )
 from pslite.errors import describe
 from pslite.future import Future
@@ -59,7 +58,7 @@ class CallUnderWay(Generic[T]):
 
     def __init__(
         self,
-        asker: Asker,
+        asker: CollectiveAsker,
         waits: CallWaits | None,
         key: CallKey,
         call: CollectiveCall,
@@ -123,11 +122,9 @@ class CallUnderWay(Generic[T]):
         take: Callable[[Reply], None],
         layout: ArrayLayout | None,
     ) -> None:
-        config = self._asker.node.config
-        rank = server_of(self._key, chunk, config.num_workers, config.num_servers)
-        server = int(node_id(Role.SERVER, rank))
+        server = self._asker.server_of(self._key, chunk, self._step)
         call = CallRequest(self._key, self._call, chunk, layout, self._step)
-        body = pack_call(call, config.num_workers)
+        body = pack_call(call, self._asker.node.config.num_workers)
         frames = [as_frame(self._asker.node, piece, server) for piece in pieces]
 
         def finish(replies: dict[int, Reply]) -> None:
@@ -151,7 +148,7 @@ class CallUnderWay(Generic[T]):
             self.future.set_result(self._value)
 
 
-def give_up(asker: Asker, key: CallKey, error: BaseException) -> None:
+def give_up(asker: CollectiveAsker, key: CallKey, error: BaseException) -> None:
     """Tell the servers to give up a call that failed on one of them or on this rank."""
     node = asker.node
     if node.error is not None:

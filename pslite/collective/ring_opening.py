@@ -3,8 +3,9 @@
 The first call of a group has every rank make rings (``memory/ring.py``) and exchange tickets
 through the servers, by calls of a name that users cannot choose. Where all could map the rings of
 all on their machine, calls in order go by them from then on; else by the servers. All ranks decide
-alike, since each knows of all whether they could. Read next: ``shared_memory_route.py`` for one
-machine, ``machines_route.py`` for several.
+alike, since each knows of all whether they could. A group whose calls come in any order opens its
+rings when it is made: a rank's first large call may be late, or not come. Read next:
+``shared_memory_route.py`` for one machine, ``machines_route.py`` for several.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TypeVar
 
 from pslite.collective.machines import Machines
 from pslite.collective.machines_route import MachinesRoute
+from pslite.collective.ready_order import ReadyOrder, is_worth_asking
 from pslite.collective.server_route import ServerRoute
 from pslite.collective.shared_memory_driver import SharedMemoryDriver
 from pslite.collective.shared_memory_route import SharedMemoryRoute
@@ -26,14 +28,17 @@ from pslite.ids import Role, node_id
 from pslite.memory.ring import Ring, RingTicket, is_ordered
 from pslite.memory.segment import Ticket
 from pslite.node.postoffice import Postoffice
-from pslite.protocol.collective import GroupKey, mismatch
+from pslite.protocol.collective import CallKey, CollectiveCall, GroupKey, mismatch
 from pslite.wire.codec import pack_value, unpack_value
 
 T = TypeVar("T")
 
 SLOT_BYTES = 1 << 19
 """Of a chunk: four of them and of their results stay in a processor's cache."""
+_TICKETS, _MAPPED = "\0tickets", "\0mapped"
+"""The names of the calls. Their number is 0, which no ``join`` covers: every rank makes them."""
 RingsRoute = SharedMemoryRoute | MachinesRoute
+Route = ServerRoute | RingsRoute
 
 
 def machines_of(node: Postoffice, ranks: Sequence[int]) -> Machines:
@@ -51,10 +56,12 @@ def machines_of(node: Postoffice, ranks: Sequence[int]) -> Machines:
 class RingOpening:
     """Opens the rings of a group at its first call, and makes its calls by them.
 
+    Calls of a group without ``order`` come in the same order on all ranks.
+
     Args:
         machines: where the ranks are; several of them on one, at least.
         servers: the way by the servers.
-        gather: hands every rank's bytes to all, by the servers, under a name.
+        order: makes one order of the calls of all ranks.
     """
 
     def __init__(
@@ -63,13 +70,13 @@ class RingOpening:
         group: GroupKey,
         machines: Machines,
         servers: ServerRoute,
-        gather: Callable[[str, bytes], Future[list[bytes]]],
+        order: ReadyOrder | None,
     ) -> None:
         self._node = node
         self._group = group
         self._machines = machines
         self._servers = servers
-        self._gather = gather
+        self.order = order
         self._rings: list[Ring] = []
         self._route: RingsRoute | None = None
         # Guards the rest: calls go out in the order in which they were made.
@@ -77,33 +84,50 @@ class RingOpening:
         self._opened: Future[RingsRoute | None] | None = None
         self._is_open = self._is_closed = False
         self._waiting: deque[Callable[[], None]] = deque()
+        if order is not None:
+            self._begin()
+
+    def takes(self, key: CallKey, call: CollectiveCall) -> bool:
+        """Return whether a call goes by the rings where they can be opened."""
+        return not key.name if self.order is None else is_worth_asking(call)
 
     def call(
-        self, text: Callable[[], str], make: Callable[[RingsRoute | None], Future[T]]
+        self, key: CallKey, call: CollectiveCall, make: Callable[[Route], Future[T]]
     ) -> Future[T]:
-        """Make a call by the rings, or without (None): now, or once it is known which."""
+        """Make a call by the rings, or by the servers: now, or once it is known which."""
         with self._lock:
             if self._is_open:
-                return make(self._route)
+                return self._make(key, call, make)
             result: Future[T] = Future(
-                lambda: text() if self._opened is None else f"{text()}: {self._opened.what}"
+                lambda: key.text(call) + ("" if self._opened is None else f": {self._opened.what}")
             )
-            self._waiting.append(lambda: self._forward(result, make))
-            if self._opened is None:
-                self._opened = self._open()
-                self._opened.on_done(self._go_on)
+            self._waiting.append(lambda: self._forward(result, lambda: self._make(key, call, make)))
+            self._begin()
         return result
+
+    def _make(
+        self, key: CallKey, call: CollectiveCall, make: Callable[[Route], Future[T]]
+    ) -> Future[T]:
+        route, servers = self._route, self._servers
+        if route is None or self.order is None:
+            return make(route or servers)
+        return self.order.make(key, call, lambda: make(route), lambda: make(servers))
 
     def close(self, error: BaseException | None = None) -> None:
         """Release the rings; unfinished calls fail with ``error``."""
         with self._lock:
             route, rings = self._route, self._rings
             self._is_closed, self._rings = True, []
+            if route is None:
+                for ring in rings:
+                    ring.close()
         if route is not None:
             route.close(error)
-        else:
-            for ring in rings:
-                ring.close()
+
+    def _begin(self) -> None:
+        if self._opened is None:
+            self._opened = self._open()
+            self._opened.on_done(self._go_on)
 
     def _open(self) -> Future[RingsRoute | None]:
         ticket, config = b"", self._node.config
@@ -116,21 +140,25 @@ class RingOpening:
             except OSError:  # no memory, or no open files: the servers need neither
                 pass
         self._node.finished.on_done(lambda _: self.close(self._node.error))
-        tickets = self._gather("tickets", ticket)
-        return tickets.then(lambda found: self._gather("mapped", self._map(found))).map(self._end)
+        tickets = self._gather(_TICKETS, ticket)
+        return tickets.then(lambda found: self._gather(_MAPPED, self._map(found))).map(self._end)
+
+    def _gather(self, name: str, data: bytes) -> Future[list[bytes]]:
+        return self._servers.gather_bytes(CallKey(self._group, name, 0), data)
 
     def _map(self, tickets: list[bytes]) -> bytes:
         """Map the rings of this machine; return whether that worked, as all will know."""
         if not all(tickets):
             return b"\0"
         local = self._machines.local
-        try:
-            offered = [_tickets(tickets[rank], len(self._rings)) for rank in local]
-            for index, ring in enumerate(self._rings):
-                ring.connect(self._machines.place, [each[index] for each in offered])
-        except (OSError, ProtocolError):  # another space of process ids, or another user
-            return b"\0"
-        return b"\1"
+        with self._lock:  # or a thread that closes the group would close rings meanwhile
+            try:
+                offered = [_tickets(tickets[rank], len(self._rings)) for rank in local]
+                for index, ring in enumerate(self._rings):
+                    ring.connect(self._machines.place, [each[index] for each in offered])
+            except (OSError, ProtocolError):  # another space of process ids, or another user
+                return b"\0"
+            return b"\0" if self._is_closed else b"\1"
 
     def _end(self, mapped: list[bytes]) -> RingsRoute | None:
         with self._lock:
@@ -175,9 +203,11 @@ class RingOpening:
                 self._waiting.popleft()()
             self._is_open = True
 
-    def _forward(self, result: Future[T], make: Callable[[RingsRoute | None], Future[T]]) -> None:
+    def _forward(self, result: Future[T], make: Callable[[], Future[T]]) -> None:
         try:
-            made = make(None if self._opened is None else self._opened.result(0))
+            if self._opened is not None:
+                self._opened.result(0)
+            made = make()
         except BaseException as error:
             result.set_error(error)
             return

@@ -24,8 +24,8 @@ from pslite.collective.wire import (
     JOIN,
     WAIT,
     ArrayLayout,
-    pack_last,
     pack_layouts,
+    pack_number,
     pack_ranks,
     unpack_call,
     unpack_give_up,
@@ -37,7 +37,14 @@ from pslite.future import Future
 from pslite.ids import Role, rank_of, role_of
 from pslite.node.customer import Incoming
 from pslite.node.postoffice import Postoffice
-from pslite.protocol.collective import AllJoined, CallEffect, CallMatcher, CollectiveCall, Compute
+from pslite.protocol.collective import (
+    AllJoined,
+    AllReady,
+    CallEffect,
+    CallMatcher,
+    CollectiveCall,
+    Compute,
+)
 
 #: Rounds of at most this many bytes are computed sooner than handed to another thread.
 _QUICK_BYTES = 1 << 18
@@ -123,7 +130,10 @@ class CollectiveServer:
                 self._compute(effect)
             elif isinstance(effect, AllJoined):
                 for message in effect.messages:
-                    message.incoming.respond(pack_last(effect.last))
+                    message.incoming.respond(pack_number(effect.last))
+            elif isinstance(effect, AllReady):
+                for message in effect.messages:
+                    message.incoming.respond(pack_number(effect.number))
             else:
                 for message in effect.messages:
                     message.incoming.fail(effect.error)

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from pslite.apps.asking import Asker
 from pslite.collective.arrays import (
     Array,
     Bytes,
@@ -25,22 +24,29 @@ from pslite.collective.arrays import (
     receivers,
     spans,
 )
+from pslite.collective.asker import CollectiveAsker
 from pslite.collective.pending_call import CallUnderWay, ChunkRequest, give_up
 from pslite.collective.sums import DTYPES
 from pslite.collective.waits import CallWaits
 from pslite.collective.wire import (
-    COLLECTIVE_APP,
     JOIN,
     pack_join,
-    server_of,
-    unpack_last,
     unpack_layouts,
+    unpack_number,
 )
 from pslite.future import Future
 from pslite.ids import Role, node_id
 from pslite.node.customer import Reply
 from pslite.node.postoffice import Postoffice
-from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, GroupKey, LeadersStep
+from pslite.protocol.collective import (
+    ANY,
+    READY,
+    Absence,
+    CallKey,
+    CollectiveCall,
+    GroupKey,
+    LeadersStep,
+)
 
 T = TypeVar("T")
 Progress = Callable[[int], None]
@@ -52,12 +58,21 @@ _LEAST_STEP = 1024
 
 
 class ServerRoute:
-    """Makes the calls of one rank by the servers; calls ``ended`` after each."""
+    """Makes the calls of one rank by the servers; calls ``ended`` after each.
+
+    With ``meets``, all calls of the group begin at one server, and ``ready`` may be used.
+    """
 
     def __init__(
-        self, node: Postoffice, rank: int, size: int, ended: Callable[[CallKey], None]
+        self,
+        node: Postoffice,
+        rank: int,
+        size: int,
+        ended: Callable[[CallKey], None],
+        *,
+        meets: bool = False,
     ) -> None:
-        self._asker = Asker(node, COLLECTIVE_APP)
+        self._asker = CollectiveAsker(node, meets=meets)
         self.waits = CallWaits(self._asker)
         self._rank = rank
         self._size = size
@@ -172,6 +187,18 @@ class ServerRoute:
         under_way.start([(pieces(slice(0, step)), begin, layout_of(outgoing))])
         return under_way.future
 
+    def ready(self, key: CallKey, call: CollectiveCall) -> Future[int]:
+        """Ask for the number of a call among those that all ranks make.
+
+        Done once all ranks have asked; 0 where a rank has joined, and does not make it.
+        """
+        found: list[int] = []
+        step = LeadersStep(key.group.ranks, READY)
+        under_way = CallUnderWay(self._asker, self.waits, key, call, found, lambda: None, step=step)
+        note: Callable[[Reply], None] = lambda reply: found.append(unpack_number(reply.body))  # noqa: E731
+        under_way.start([((), note, None)])
+        return under_way.future.map(lambda numbers: numbers[0])
+
     def give_up(self, key: CallKey, error: BaseException | None) -> None:
         """End a call on all ranks with an error of this rank."""
         if error is not None:
@@ -188,11 +215,10 @@ class ServerRoute:
         """Count this rank as zeros on the servers; the future gets the last rank to join."""
         config = self._asker.node.config
         nodes = [int(node_id(Role.SERVER, rank)) for rank in range(config.num_servers)]
-        key = CallKey(group, "", 0)
-        first = nodes[server_of(key, 0, config.num_workers, config.num_servers)]
+        first = self._asker.server_of(CallKey(group, "", 0), 0)
         body = pack_join(group, absence, config.num_workers)
         frames: dict[int, Sequence[Bytes]] = dict.fromkeys(nodes, ())
-        return self._asker.ask(JOIN, body, frames, lambda found: unpack_last(found[first].body))
+        return self._asker.ask(JOIN, body, frames, lambda found: unpack_number(found[first].body))
 
     def chunk_bytes(self, dtype: str) -> int:
         """Return how many bytes of arrays a message brings: whole elements of ``dtype``."""

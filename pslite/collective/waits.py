@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from pslite.apps.asking import Asker
-from pslite.collective.wire import WAIT, pack_wait, server_of, unpack_ranks
-from pslite.ids import Role, node_id
+from pslite.collective.asker import CollectiveAsker
+from pslite.collective.wire import WAIT, pack_wait, unpack_ranks
 from pslite.node.customer import Reply
 from pslite.protocol.collective import CallKey, waiting_text
 
@@ -54,7 +53,7 @@ class CallWait:
 class CallWaits:
     """The calls in flight of one group on this rank."""
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: CollectiveAsker) -> None:
         self._asker = asker
         self._node = asker.node
         self._timer = self._node.io_queue.timers.new(self._look)
@@ -91,12 +90,11 @@ class CallWaits:
         self._timer.set(now + _LOOK_S)
 
     def _ask(self, wait: CallWait) -> None:
-        config, chunk = self._node.config, min(list(wait.chunks or ()), default=0)
-        rank = server_of(wait.key, chunk, config.num_workers, config.num_servers)
-        server = int(node_id(Role.SERVER, rank))
-        body = pack_wait(wait.key, config.num_workers, counts_waits=wait.chunks is None)
+        num_workers = self._node.config.num_workers
+        server = self._asker.server_of(wait.key, min(list(wait.chunks or ()), default=0))
+        body = pack_wait(wait.key, num_workers, counts_waits=wait.chunks is None)
 
         def note(replies: dict[int, Reply]) -> None:
-            wait.missing = unpack_ranks(replies[server].body, config.num_workers)
+            wait.missing = unpack_ranks(replies[server].body, num_workers)
 
         self._asker.ask(WAIT, body, {server: ()}, note)

@@ -18,6 +18,7 @@ from pslite.collective.sums import DTYPES, OPS
 from pslite.errors import ProtocolError, UsageError
 from pslite.protocol.collective import (
     ANY,
+    READY,
     Absence,
     CallKey,
     CollectiveCall,
@@ -193,13 +194,13 @@ def unpack_join(body: bytes, num_workers: int) -> tuple[GroupKey, Absence]:
     return _checked_key(key, num_workers).group, Absence(_number(begin), numbers, _number(end))
 
 
-def pack_last(rank: int) -> bytes:
-    """Return the body of the answer to ``JOIN``: the rank that joined last."""
-    return pack_value([rank])
+def pack_number(number: int) -> bytes:
+    """Return the body of the answer to ``JOIN``, and to who asks for ``READY``."""
+    return pack_value([number])
 
 
-def unpack_last(body: bytes) -> int:
-    """Check and decode the data of ``pack_last``.
+def unpack_number(body: bytes) -> int:
+    """Check and decode the data of ``pack_number``.
 
     Raises:
         ProtocolError: the data is malformed.
@@ -288,9 +289,9 @@ def _call_fields(call: CollectiveCall) -> list[Any]:
     return [list(call._replace(shapes=())), _shape_lists(call.shapes)]
 
 
-def _checked_call(fields: Any, shapes: Any) -> CollectiveCall:
+def _checked_call(fields: Any, shapes: Any, kinds: frozenset[str] = KINDS) -> CollectiveCall:
     kind, op, dtype, _, root, factor = _list(fields, len(CollectiveCall._fields))
-    if kind not in KINDS or op not in {"", *OPS} or dtype not in {"", *DTYPES}:
+    if kind not in kinds or op not in {"", *OPS} or dtype not in {"", *DTYPES}:
         raise ProtocolError(f"unknown call: {kind!r}, op {op!r}, dtype {dtype!r}")
     if factor is not None and not (type(factor) is float and math.isfinite(factor)):
         raise ProtocolError(f"a factor must be a finite number, got {factor!r:.60}")
@@ -300,7 +301,7 @@ def _checked_call(fields: Any, shapes: Any) -> CollectiveCall:
 def _step(fields: Any, group: GroupKey) -> LeadersStep:
     ranks, of_call, shapes = _list(fields, 3)
     leaders = tuple(_number(rank) for rank in _list(ranks, at_most=len(group.ranks)))
-    call = _checked_call(of_call, shapes)
+    call = _checked_call(of_call, shapes, KINDS | {READY.kind})
     if len({*leaders} & {*group.ranks}) < len(leaders) or call.root >= len(leaders):
         raise ProtocolError(f"expected different ranks of {group.ranks}, got {fields!r:.60}")
     return LeadersStep(leaders, call)

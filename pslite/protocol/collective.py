@@ -4,13 +4,14 @@ Each rank of a group numbers its calls, so calls with one number belong together
 round of messages, or several if its arrays are cut into chunks. A round is complete when every
 rank's message has arrived; then its result is computed. If two ranks make different calls under
 one number, a needed rank is gone, or a rank gives up the call, the call ends for all ranks with one
-error, also for ranks that make it later. Events go in, effects come out: no arrays, no sockets, no
-clock. Read next: ``collective/server.py``, which carries out the effects.
+error, also for ranks that make it later. Ranks may first ask whether all of them make a call; the
+answers number such calls. Events go in, effects come out: no arrays, no sockets, no clock. Read
+next: ``collective/server.py``, which carries out the effects.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -101,6 +102,15 @@ class Compute(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class AllReady(Generic[T]):
+    """All ranks make a call: answer each of them with its number among such calls."""
+
+    messages: tuple[T, ...]
+    number: int
+    """From 1 in each group; 0 where a rank has joined, and does not make the call."""
+
+
+@dataclass(frozen=True, slots=True)
 class AllJoined(Generic[T]):
     """All ranks have joined: answer each of them with the rank that joined last."""
 
@@ -117,7 +127,7 @@ class Refuse(Generic[T]):
     error: BaseException
 
 
-CallEffect = Compute[T] | AllJoined[T] | Refuse[T]
+CallEffect = Compute[T] | AllReady[T] | AllJoined[T] | Refuse[T]
 
 
 @dataclass(slots=True)
@@ -141,6 +151,10 @@ class LeadersStep(NamedTuple):
     """The workers that send, one for each machine."""
     call: CollectiveCall
     """The call among them; its root is one of them."""
+
+
+READY = CollectiveCall("ready")
+"""What all ranks, as leaders, send before a call to ask whether all of them make it."""
 
 
 class Absence(NamedTuple):
@@ -173,6 +187,8 @@ class CallMatcher(Generic[T]):
         self._joined: dict[GroupKey, dict[int, T]] = {}
         #: (group, rank) -> its latest absences: the calls in which its values count as zeros.
         self._absences: dict[tuple[GroupKey, int], deque[Absence]] = {}
+        #: How many calls there were for which all ranks were ready.
+        self._num_ready: Counter[GroupKey] = Counter()
 
     @property
     def num_open(self) -> int:
@@ -289,7 +305,10 @@ class CallMatcher(Generic[T]):
         if not found.rounds:
             del self._open[key]
         messages = tuple(arrived[rank] for rank in ranks if rank in arrived)
-        return [Compute(key, found.step, messages)]
+        if found.step != READY:
+            return [Compute(key, found.step, messages)]
+        self._num_ready[key.group] += not absent
+        return [AllReady(messages, 0 if absent else self._num_ready[key.group])]
 
     def _is_absent(self, key: CallKey, rank: int) -> bool:
         return any(absence.is_of(key) for absence in self._absences.get((key.group, rank), ()))

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from pslite import CollectiveServer, Communicator, Future, Postoffice, ReceivedArray, Role
+from pslite.collective.ready_order import ReadyOrder
+from pslite.collective.server_route import ServerRoute
 from pslite.errors import NodeLostError
-from pslite.future import gather
+from pslite.future import completed, gather
+from pslite.protocol.collective import CallKey, CollectiveCall
 from pslite.testing.simulator import Faults, Simulation
 
 WORKERS = 3
@@ -134,6 +137,49 @@ def test_ranks_that_join_early_leave_nothing_out_and_add_nothing(seed: int) -> N
     for (turn, step, _), total in sums.items():
         makers = [r for r in range(WORKERS) if step < 1 + 2 * ((r + turn) % WORKERS)]
         assert total == sum(10.0**rank for rank in makers)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_ranks_begin_calls_of_any_names_in_one_order_but_those_that_lack_a_rank(
+    seed: int,
+) -> None:
+    run = simulation(seed)
+    names = [f"call {number}" for number in range(STEPS)]
+    began: list[list[str]] = [[] for _ in range(WORKERS)]
+    by_servers: list[str] = []
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        group, own = Communicator(node, rings=False), random.Random(node.rank)
+        route = ServerRoute(node, node.rank, WORKERS, lambda key: None, meets=True)
+        order = ReadyOrder(route, lambda key: None)
+        futures: list[Future[Any]] = []
+
+        def make(name: str) -> None:
+            key = CallKey(group._group, name, 1)
+            call = CollectiveCall("all_reduce", "sum", "float32", ((1,),))
+
+            def begin(found: list[str]) -> Future[None]:
+                found.append(name)
+                return completed(None)
+
+            ways = began[node.rank], by_servers
+            futures.append(order.make(key, call, *(lambda way=way: begin(way) for way in ways)))
+
+        for name in own.sample(names, STEPS):
+            if own.random() < 0.3:
+                yield own.random() * 0.2
+            make(name)
+        yield gather(futures)
+        if node.rank:
+            make("of two ranks")
+            yield gather(futures)
+        yield group.join()
+
+    run.run(script)
+    assert sorted(began[0]) == sorted(names)
+    assert began[1:] == [began[0]] * (WORKERS - 1)
+    assert by_servers == ["of two ranks"] * (WORKERS - 1)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -23,8 +23,11 @@ def cluster_of(num_workers: int, num_servers: int, **config: Any) -> InprocClust
     return InprocCluster(num_workers, num_servers, prepare=serve, **config)
 
 
-def groups(cluster: InprocCluster, *, rings: bool = False, name: str = "") -> list[Communicator]:
-    return [Communicator(worker, name=name, rings=rings) for worker in cluster.workers]
+def groups(
+    cluster: InprocCluster, *, rings: bool = False, any_order: bool = False, name: str = ""
+) -> list[Communicator]:
+    options = {"rings": rings or any_order, "any_order": any_order}
+    return [Communicator(worker, name=name, **options) for worker in cluster.workers]
 
 
 def results(futures: list[Future[Any]]) -> list[Any]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import kvstore.horovod as hvd
+import numpy as np
 import pytest
 from cluster import LIMIT_S, InprocCluster
 
@@ -14,6 +16,8 @@ from kvstore.frameworks.horovod import session
 from kvstore.frameworks.horovod.session import HorovodSession
 from kvstore.server import install
 
+LARGE = 1 << 14
+"""Floats of 128 KiB: arrays of that size go by shared memory."""
 OnAll = Callable[[Callable[[int], Any]], list[Any]]
 
 
@@ -23,6 +27,8 @@ def ranks_of(size: int, num_servers: int = 1, **config: Any) -> Iterator[OnAll]:
     with InprocCluster(size, num_servers, prepare=install, **config) as cluster:
         found = [HorovodSession(node, range(size)) for node in cluster.workers]
         with sessions(found) as on_all:
+            # Opens the rings and starts their threads: a test leaves nothing new behind.
+            values(on_all(lambda _: hvd.allreduce(np.zeros(8 * LARGE), name="the first")))
             yield on_all
 
 

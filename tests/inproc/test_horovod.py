@@ -12,7 +12,7 @@ import kvstore.horovod as hvd
 import numpy as np
 import pytest
 from cluster import LIMIT_S
-from horovod_ranks import OnAll, ranks_of, sessions, values
+from horovod_ranks import LARGE, OnAll, ranks_of, sessions, values
 
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.frameworks.horovod.session import HorovodSession
@@ -73,6 +73,24 @@ def test_calls_are_matched_by_name_and_not_by_their_order(three: OnAll) -> None:
         return [hvd.synchronize(handles[name]).item() for name in "abc"]
 
     assert values(three(run)) == [[97, 98, 99]] * 3
+
+
+def test_large_arrays_go_by_shared_memory_whatever_their_order(
+    three: OnAll, by_servers: list[str]
+) -> None:
+    def run(rank: int) -> Any:
+        names = ["a", "b", "c"] if rank else ["c", "b", "a"]
+        own = {name: np.full(LARGE, 10.0**rank * ord(name)) for name in names}
+        handles = [hvd.allreduce_async_(own[name], name=name, op=hvd.Sum) for name in names]
+        group = hvd.grouped_allreduce([own["a"] * 0 + rank, np.array([rank])], name="g", op=hvd.Max)
+        rows = hvd.broadcast(np.full(LARGE, rank), 2)
+        for handle in handles:
+            hvd.synchronize(handle)
+        return [own[name][-1] for name in "abc"], [each[-1] for each in group], rows[-1]
+
+    wanted = [111.0 * ord(name) for name in "abc"], [2.0, 2.0], 2
+    assert values(three(run)) == [wanted] * 3
+    assert by_servers == ["allreduce.g.1"] * 3
 
 
 def test_a_name_of_one_kind_of_call_is_free_for_another(three: OnAll) -> None:
@@ -194,14 +212,15 @@ def test_a_broadcast_leaves_its_argument_alone(three: OnAll) -> None:
     assert values(three(run)) == [(1, 0), (1, 1), (1, 2)]
 
 
-def test_a_rank_that_has_joined_counts_as_zeros() -> None:
+@pytest.mark.parametrize("length", [1, LARGE])
+def test_a_rank_that_has_joined_counts_as_zeros(length: int) -> None:
     with ranks_of(3) as three:
 
         def run(rank: int) -> Any:
             found = []
             for _ in range(2):  # the numbers of calls begin anew
                 sums = [
-                    hvd.allreduce(np.array([3.0]), name=name).item()
+                    hvd.allreduce(np.full(length, 3.0), name=name)[-1].item()
                     for name in ["x", None, "x"][: 3 - rank]
                 ]
                 found.append((sums, hvd.join()))

@@ -141,6 +141,20 @@ BUGS = [
         "::test_an_array_to_fill_that_does_not_fit_ends_the_call_on_all_ranks",
     ),
     Bug(
+        "large calls with names begin in the order in which a rank hears that all are ready",
+        "pslite/collective/ready_order.py",
+        "while (first := self._early.pop(self._next, None)) is not None:",
+        "for first in [self._early.pop(number)]:",
+        "tests/unit/pslite/collective/test_ready_order.py",
+    ),
+    Bug(
+        "a call without the values of a rank that has joined goes by shared memory",
+        "pslite/protocol/collective.py",
+        "0 if absent else self._num_ready[key.group]",
+        "self._num_ready[key.group]",
+        _MATCHING,
+    ),
+    Bug(
         "bfloat16 sums are cut off instead of rounded",
         "pslite/collective/sums.py",
         "bias = np.uint32(0x7FFF) +",

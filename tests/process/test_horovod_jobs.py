@@ -50,15 +50,19 @@ print("last", hvd.allgather(torch.tensor([rank])).tolist(), flush=True)
         assert rank.lines == ["last [0, 1]"], job.output()
 
 
-def test_a_rank_that_is_killed_in_backward_is_named_on_the_other(make_job: MakeJob) -> None:
+@pytest.mark.parametrize("length", [3, 100_000])
+def test_a_rank_that_is_killed_in_backward_is_named_on_the_other(
+    make_job: MakeJob, length: int
+) -> None:
     job = make_job(2)
     ranks = start_ranks(
         job,
         KILL
+        + f"LENGTH = {length}"
         + """
 import kvstore.horovod.torch as hvd
 hvd.init()
-weight = torch.nn.Parameter(torch.zeros(3))
+weight = torch.nn.Parameter(torch.zeros(LENGTH))
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
 for step in range(3):
     optimizer.zero_grad()

@@ -264,6 +264,39 @@ def test_four_ranks_on_two_machines_send_one_gradient_a_machine() -> None:
         assert 2.0 < moved < 2.06
 
 
+HOROVOD = (
+    COUNT
+    + """
+import random, numpy as np, kvstore.horovod as hvd
+hvd.init()
+gradient = np.full(2_000_000, 1.0 + hvd.rank(), np.float32)
+def added_up():
+    parts = list(enumerate(np.split(gradient, 4)))
+    random.Random(hvd.rank()).shuffle(parts)  # ready in an order of its own
+    handles = {part: hvd.allreduce_async(each, name=f"{part}", op=hvd.Sum) for part, each in parts}
+    return np.concatenate([handles[part]() for part in range(4)])
+for _ in range(2):
+    added_up()
+    hvd.barrier()
+before = passed()
+hvd.barrier()
+for _ in range(5):
+    total = added_up()
+hvd.barrier()
+if hvd.rank() == 0:
+    report(before, 5, gradient.nbytes)
+assert set(total.tolist()) == {10.0}
+hvd.shutdown()
+"""
+)
+
+
+@needs_nsenter
+def test_calls_of_horovod_in_any_order_send_one_gradient_a_machine() -> None:
+    for moved in through_the_cable(HOROVOD):
+        assert 1.0 < moved < 1.05
+
+
 DDP = (
     COUNT
     + """

@@ -7,8 +7,8 @@
   ``kvstore.torch``; the ranks meet in a store of PyTorch (``torch/rendezvous.py``).
 - **One process**: none (``stores/one_rank.py``).
 
-Calls go by the servers (``rings=False``), because they are matched by name there, and because a
-rank that has joined takes no part in a ring. Any thread may call. Read next: ``calls.py``.
+Ranks make calls in any order, and may join: so a server matches all calls, and large ones then go
+by shared memory (``any_order=True``). Any thread may call. Read next: ``calls.py``.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class HorovodSession:
         if self.node is None:
             return OneRank()
         workers = [self.workers[rank] for rank in ranks]
-        return Communicator(self.node, workers, name=_NAME, rings=False)
+        return Communicator(self.node, workers, name=_NAME, any_order=True)
 
     def close(self) -> None:
         """Make no more calls, and leave the cluster."""

@@ -27,7 +27,14 @@ from pslite.collective.wire import (
     unpack_letter,
 )
 from pslite.errors import ProtocolError
-from pslite.protocol.collective import Absence, CallKey, CollectiveCall, GroupKey
+from pslite.protocol.collective import (
+    READY,
+    Absence,
+    CallKey,
+    CollectiveCall,
+    GroupKey,
+    LeadersStep,
+)
 from pslite.protocol.mailbox import ANYBODY, Address
 from pslite.wire.codec import pack_value, unpack_value
 
@@ -63,6 +70,13 @@ def test_a_first_chunk_brings_its_arrays_in_words() -> None:
     others = [layout, ArrayLayout("", ())]
     assert unpack_layouts(pack_layouts(others), 2) == others
     assert [each.lengths for each in others] == [[3, 0], []]
+
+
+def test_only_a_step_may_ask_whether_all_are_ready() -> None:
+    request = CallRequest(KEY, CALL, 0, step=LeadersStep((2, 0), READY))
+    assert unpack_call(pack_call(request, 3), 3) == request
+    with pytest.raises(ProtocolError, match="unknown call: 'ready'"):
+        unpack_call(pack_call(CallRequest(KEY, READY, 0), 3), 3)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,17 @@ from pslite.protocol.collective import (
     ANY,
     MAX_FAILED,
     MAX_LONG_WAITS,
+    READY,
     Absence,
     AllJoined,
+    AllReady,
     CallEffect,
     CallKey,
     CallMatcher,
     CollectiveCall,
     Compute,
     GroupKey,
+    LeadersStep,
     Refuse,
 )
 
@@ -209,6 +212,81 @@ def test_a_rank_joins_once() -> None:
         assert refusal.messages == ("again",)
 
 
+def ask(
+    matcher: CallMatcher[str],
+    *ranks: int,
+    call: CollectiveCall = SUM,
+    at: CallKey | None = None,
+) -> list[CallEffect[str]]:
+    """These ranks ask whether all make the call; a question is called like its rank."""
+    where = at or key()
+    step = LeadersStep(where.group.ranks, READY)
+    return [
+        effect
+        for rank in ranks
+        for effect in matcher.arrive(where, rank, call, 0, f"{rank}?", step)
+    ]
+
+
+def test_calls_for_which_all_ranks_are_ready_are_numbered_in_each_group() -> None:
+    matcher: CallMatcher[str] = CallMatcher()
+    assert ask(matcher, 0, 1, at=key(name="x")) == []
+    assert ask(matcher, 2, 1, 0, at=key(name="y")) == [AllReady(("0?", "1?", "2?"), 1)]
+    assert ask(matcher, 2, at=key(name="x")) == [AllReady(("0?", "1?", "2?"), 2)]
+    pair = GroupKey("", (2, 0), 0)
+    assert ask(matcher, 0, 2, at=key(1, pair)) == [AllReady(("2?", "0?"), 1)]
+    assert matcher.num_open == 0
+    assert ask(matcher, 0, 1, 2, at=key(2, name="x")) == [AllReady(("0?", "1?", "2?"), 3)]
+
+
+def test_a_call_for_which_all_are_ready_may_be_made_by_the_servers_after_that() -> None:
+    matcher: CallMatcher[str] = CallMatcher()
+    ask(matcher, 0, 1, 2)
+    assert arrive(matcher, (1, 0), (0, 0), (2, 0)) == [Compute(key(), SUM, ("0.0", "1.0", "2.0"))]
+
+
+def test_a_call_that_lacks_a_rank_that_has_joined_has_no_number() -> None:
+    matcher: CallMatcher[str] = CallMatcher()
+    assert ask(matcher, 0, 1, 2, at=key(9, name="x")) == [AllReady(("0?", "1?", "2?"), 1)]
+    assert ask(matcher, 0, 2) == []
+    assert matcher.join(ALL, 1, FROM_NOW, "j1") == [AllReady(("0?", "2?"), 0)]
+    assert arrive(matcher, (2, 0), (0, 0)) == [Compute(key(), SUM, ("0.0", "2.0"))]
+    largest = SUM._replace(op="max")
+    (refusal,) = ask(matcher, 0, call=largest, at=key(2))
+    assert isinstance(refusal, Refuse)
+    assert "rank 1 has joined" in str(refusal.error)
+    matcher.join(ALL, 0, FROM_NOW, "j0")
+    matcher.join(ALL, 2, FROM_NOW, "j2")
+    assert ask(matcher, 0, 1, 2, at=key(101)) == [AllReady(("0?", "1?", "2?"), 2)]
+
+
+def test_ranks_that_ask_for_different_calls_all_get_an_error_and_no_number() -> None:
+    matcher: CallMatcher[str] = CallMatcher()
+    ask(matcher, 0)
+    (refusal,) = arrive(matcher, (2, 0), call=BARRIER)
+    assert isinstance(refusal, Refuse)
+    assert isinstance(refusal.error, MismatchError)
+    assert sorted(refusal.messages) == ["0?", "2.0"]
+    assert ask(matcher, 1) == [Refuse(("1?",), refusal.error)]
+    assert ask(matcher, 0, 1, 2, at=key(2)) == [AllReady(("0?", "1?", "2?"), 1)]
+
+
+def test_a_rank_that_sends_values_where_the_others_ask_ends_the_call() -> None:
+    matcher: CallMatcher[str] = CallMatcher()
+    ask(matcher, 0)
+    (refusal,) = arrive(matcher, (1, 0))
+    assert isinstance(refusal, Refuse)
+    assert isinstance(refusal.error, ProtocolError)
+
+
+def test_a_rank_that_is_gone_ends_the_questions_that_lack_it() -> None:
+    matcher: CallMatcher[str] = CallMatcher()
+    ask(matcher, 0)
+    assert matcher.missing(key(), 0, counts_waits=False) == [1, 2]
+    assert matcher.depart(1, LOST) == [Refuse(("0?",), LOST)]
+    assert ask(matcher, 2) == [Refuse(("2?",), LOST)]
+
+
 def test_a_call_reads_like_the_script() -> None:
     assert BARRIER.text == "barrier()"
     assert (
@@ -223,7 +301,7 @@ def test_a_call_reads_like_the_script() -> None:
 
 
 EVENTS = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from(["sum", "barrier", "gone", "give up"])),
+    st.tuples(st.integers(0, 2), st.sampled_from(["sum", "barrier", "ask", "gone", "give up"])),
     max_size=30,
 )
 
@@ -247,10 +325,13 @@ def test_every_message_is_answered_once_and_alike(events: list[tuple[int, str]])
             effects += matcher.give_up(key(max(counts[rank], 1)), UsageError("given up"))
         else:
             counts[rank] += 1
-            call = SUM if what == "sum" else BARRIER
+            call = BARRIER if what == "barrier" else SUM
             message = rank, counts[rank]
             sent[message] = call
-            effects += matcher.arrive(key(counts[rank]), rank, call, 0, message)
+            step = LeadersStep(ALL.ranks, READY) if what == "ask" else None
+            effects += matcher.arrive(key(counts[rank]), rank, call, 0, message, step)
+    numbers = [effect.number for effect in effects if isinstance(effect, AllReady)]
+    assert numbers == list(range(1, len(numbers) + 1))
     for effect in effects:
         messages: Any = effect.messages
         for message in messages:
