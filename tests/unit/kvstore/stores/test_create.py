@@ -156,7 +156,7 @@ def test_the_names_that_type_checkers_see_are_those_that_are_imported_on_first_u
     }
     members = {name: f"{module}.{name}" for name, module in mx._MEMBERS.items()}
     # Type checkers know the layers on frameworks too, which need these and are not in ``__all__``.
-    known = [*mx.__all__, "horovod", "jax", "torch"]
+    known = [*mx.__all__, "horovod", "jax", "lightning", "torch"]
     public = {name: mx._PUBLIC[name] for name in mx._PUBLIC if name in known}
     own = {name: f"kvstore.{name}" for name in mx._OWN}
     assert imported | assigned == own | public | members
