@@ -17,7 +17,9 @@ from pslite.protocol.collective import CallKey, waiting_text
 
 _LOOK_S = 0.25
 """So long a call waits before the servers are asked: less than any usual timeout."""
-_ASK_AGAIN_S = 1.0
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 5.0
+"""Between two questions about a call. Questions are messages, and the search for deadlocks needs a
+second without any (``protocol/deadlocks.py``), so calls that have waited for long ask seldom."""
 
 
 class CallWait:
@@ -85,7 +87,8 @@ class CallWaits:
             return
         for wait in waits:
             if wait.waited_s >= wait.ask_after_s:
-                wait.ask_after_s = wait.waited_s + _ASK_AGAIN_S
+                pause_s = min(max(wait.waited_s / 2, _LEAST_PAUSE_S), _MOST_PAUSE_S)
+                wait.ask_after_s = wait.waited_s + pause_s
                 self._ask(wait)
         self._timer.set(now + _LOOK_S)
 

@@ -16,7 +16,7 @@ from kvstore import optimizer
 from kvstore.stores.base import KVStore
 from kvstore.stores.dist.progress import StoreProgress
 from pslite.errors import DeadlineError, DeadlockError
-from pslite.protocol.surveys import Looks
+from pslite.protocol.deadlocks import DeadlockDetector
 
 FAST = {"stall_report_s": 0.1, "heartbeat_interval_s": 0.02}
 ONE, TWO = np.ones(2), np.zeros(2)
@@ -43,14 +43,14 @@ def alone(workers: Workers) -> None:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What the scheduler concludes each time that it has asked all nodes."""
-    seen = Looks.seen
+    seen = DeadlockDetector.seen
     concluded: list[bool] = []
 
-    def note(self: Looks, *arguments: Any) -> bool:
+    def note(self: DeadlockDetector, *arguments: Any) -> bool:
         concluded.append(seen(self, *arguments))
         return concluded[-1]
 
-    monkeypatch.setattr(Looks, "seen", note)
+    monkeypatch.setattr(DeadlockDetector, "seen", note)
     return concluded
 
 

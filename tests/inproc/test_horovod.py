@@ -16,7 +16,8 @@ from horovod_ranks import LARGE, OnAll, ranks_of, sessions, values
 
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, NotSupportedError
 from kvstore.frameworks.horovod.session import HorovodSession
-from pslite.errors import MismatchError, UsageError
+from kvstore.stores.dist import progress
+from pslite.errors import DeadlockError, MismatchError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -431,3 +432,16 @@ def test_ranks_are_counted_on_each_machine() -> None:
         assert values(one(run)) == [(1, 2, 1, False)]
         found.rank, found.local_ranks = 4, [0, 2, 4]
         assert values(one(lambda _: (hvd.cross_rank(), hvd.cross_size()))) == [(0, 1)]
+
+
+def test_ranks_that_wait_for_calls_of_different_names_are_told_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "others_may_act", lambda waiting: False)  # the test's own threads
+    with ranks_of(2, stall_report_s=0.05) as on_all:
+        run = lambda rank: hvd.allreduce(np.ones(2), name=f"gradient {rank}")  # noqa: E731
+        for error in on_all(run):
+            assert isinstance(error, hvd.HorovodInternalError)
+            assert isinstance(error.__cause__, DeadlockError)
+            assert "gradient 0" in str(error)
+            assert "gradient 1" in str(error)
