@@ -152,7 +152,7 @@ class _TensorMemory:
     """A tensor's memory in NumPy's array interface; keeps the tensor's storage alive.
 
     After ``tensor.numpy()``, PyTorch never again lets the storage be resized, as ``resize_`` and
-    FullyShardedDataParallel do.
+    FullyShardedDataParallel do. So who resizes a tensor must first wait for the calls that use it.
     """
 
     __slots__ = ("__array_interface__", "_storage")

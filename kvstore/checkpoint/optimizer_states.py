@@ -26,7 +26,7 @@ import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.keys import Key, KeySpec
-from kvstore.checkpoint.atomic import checked_path
+from kvstore.checkpoint.atomic import checked_path, damaged
 from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
 from kvstore.errors import CheckpointError, OptimizerNotSet
 from kvstore.optimizer.base import Optimizer
@@ -268,7 +268,8 @@ class SavedStates(AbstractContextManager["SavedStates"]):
             ids: Ids = self._file.read(name)
             if not len(ids) or (ids[0] >= 0 and int(ids[-1]) < num_rows and is_increasing(ids)):
                 return ids
-        raise CheckpointError(f"{name} in {self.path} must be sorted ids below {num_rows}")
+        found = f"{spec.dtype} of shape {spec.shape}"
+        raise damaged(self.path, f"{name} must be increasing ids below {num_rows}, found {found}")
 
     def check_kind(self, key: Key, content: Content) -> None:
         """Check that a key is dense or row-sparse in both the file and the store."""

@@ -121,7 +121,10 @@ class KVStoreStrategy(ParallelStrategy):  # type: ignore[misc]
             return tensor
         _check(group)
         if not isinstance(reduce_op, str):
-            reduce_op, _ = operation(reduce_op)
+            reduce_op, factor = operation(reduce_op)
+            if factor is not None:
+                tensor = tensor * factor
+                reduce_op = "sum"
         op = "average" if reduce_op in ("mean", "avg") else reduce_op
         result = tensor.detach().clone()
         self.kv.all_reduce(result, op, out=result)

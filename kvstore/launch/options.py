@@ -335,7 +335,8 @@ def _module(option: str, name: str) -> str:
 def _check_name(option: str, name: str, text: str) -> None:
     if not _VARIABLE_NAME.match(name):
         raise LaunchError(
-            f"{option} '{text}': '{name}' is not a valid name of an environment variable"
+            f"{option} '{text}': '{name}' cannot name an environment variable; use letters, digits "
+            "and _, and no digit first"
         )
     if name in RESERVED_NAMES and name != text:
         raise LaunchError(f"{option} cannot set {name}, since the launcher sets it; remove it")

@@ -61,7 +61,7 @@ class OneForAll:
         self._handle = handle
 
     def handle(self, incoming: Incoming) -> None:
-        """Handle a request of ``StoreCall``."""
+        """Pass a request on; one for all waits until its sender is the lowest rank."""
         if incoming.head in ONCE_FOR_ALL and self._first() < rank_of(incoming.sender):
             self._wait(incoming, GOODBYE_S)
         else:

@@ -16,18 +16,19 @@ class CollectiveAsker(Asker):
     """Knows which server has which chunk of a group's calls.
 
     Args:
-        meets: whether all calls begin at one server, which can number them.
+        meets: whether all calls begin at one server, which can number them; may change between
+            calls that all ranks make.
     """
 
     def __init__(self, node: Postoffice, *, meets: bool) -> None:
         super().__init__(node, COLLECTIVE_APP)
-        self._meets = meets
+        self.meets = meets
 
     def server_of(self, key: CallKey, chunk: int, step: LeadersStep | None = None) -> int:
         """Return the node to which all ranks send this chunk."""
         config = self.node.config
         is_first = chunk == 0 and (step is None or step.call == READY)
-        if is_first and self._meets:
+        if is_first and self.meets:
             key = CallKey(key.group, "", 0)
         rank = server_of(key, chunk, config.num_workers, config.num_servers)
         return int(node_id(Role.SERVER, rank))

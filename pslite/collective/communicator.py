@@ -13,8 +13,9 @@ message to the last answer. Large arrays are cut into chunks, which go to the se
 thread may call; answers are copied into arrays on the node's I/O thread. Where all workers of a
 group are on one machine, calls in order go by shared memory (``shared_memory_route.py``), with the
 same bits; on several machines by shared memory on each of them, and by the servers among them
-(``machines_route.py``); else by the servers. In a group made with ``any_order`` all large calls do
-(``ready_order.py``). This file checks arguments and chooses. Read next: ``server_route.py``.
+(``machines_route.py``); else by the servers. In a group made with ``any_order`` all large sums and
+broadcasts do (``ready_order.py``). This file checks arguments and chooses. Read next:
+``server_route.py``.
 """
 
 from __future__ import annotations
@@ -353,9 +354,13 @@ class Communicator:
     ) -> Future[T]:
         """Number a call and make it by the way that such calls of this group go."""
         key = self._begin(name)
-        if self._rings is None or not self._rings.takes(key, call):
-            return make(self._servers, key)
-        return self._rings.call(key, call, lambda route: make(route, key))
+        try:
+            if self._rings is None or not self._rings.takes(key, call):
+                return make(self._servers, key)
+            return self._rings.call(key, call, lambda route: make(route, key))
+        except BaseException:
+            self._ended(key)
+            raise
 
     def _gathering(self, kind: str, array: Array, root: int) -> CollectiveCall:
         """Return a call whose arrays differ only in their first dimension."""

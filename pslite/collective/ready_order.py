@@ -35,7 +35,7 @@ class ReadyOrder:
 
     def __init__(self, servers: ServerRoute, ended: Callable[[CallKey], None]) -> None:
         self._servers = servers
-        self._ended = ended
+        self.ended = ended
         # Guards the next two; held while calls begin, so that they begin in order.
         self._lock = threading.RLock()
         self._next = 1
@@ -57,7 +57,8 @@ class ReadyOrder:
         result: Future[T] = Future(lambda: made.what)
 
         def end(done: Future[T]) -> None:
-            self._ended(key)
+            self.ended(key)
+            result.describe = done.describer()  # without the value
             result._adopt(done)
 
         made.on_done(end)

@@ -54,9 +54,10 @@ def machines_of(node: Postoffice, ranks: Sequence[int]) -> Machines:
 
 
 class RingOpening:
-    """Opens the rings of a group at its first call, and makes its calls by them.
+    """Opens the rings of a group, and makes its calls by them.
 
-    Calls of a group without ``order`` come in the same order on all ranks.
+    Calls of a group without ``order`` come in the same order on all ranks, and the first one opens
+    the rings. In a group with ``order``, calls wait until its rings are open.
 
     Args:
         machines: where the ranks are; several of them on one, at least.
@@ -88,30 +89,45 @@ class RingOpening:
             self._begin()
 
     def takes(self, key: CallKey, call: CollectiveCall) -> bool:
-        """Return whether a call goes by the rings where they can be opened."""
-        return not key.name if self.order is None else is_worth_asking(call)
+        """Return whether the rings decide the way of a call."""
+        return self.order is not None or not key.name
 
     def call(
         self, key: CallKey, call: CollectiveCall, make: Callable[[Route], Future[T]]
     ) -> Future[T]:
         """Make a call by the rings, or by the servers: now, or once it is known which."""
         with self._lock:
-            if self._is_open:
+            if not self._is_open:
+                result: Future[T] = Future(
+                    lambda: (
+                        key.text(call) + ("" if self._opened is None else f": {self._opened.what}")
+                    )
+                )
+                self._waiting.append(lambda: self._forward(result, key, call, make))
+                self._begin()
+                return result
+            if self.order is None:  # in order, with the lock
                 return self._make(key, call, make)
-            result: Future[T] = Future(
-                lambda: key.text(call) + ("" if self._opened is None else f": {self._opened.what}")
-            )
-            self._waiting.append(lambda: self._forward(result, lambda: self._make(key, call, make)))
-            self._begin()
-        return result
+        return self._make(key, call, make)
 
     def _make(
         self, key: CallKey, call: CollectiveCall, make: Callable[[Route], Future[T]]
     ) -> Future[T]:
         route, servers = self._route, self._servers
-        if route is None or self.order is None:
-            return make(route or servers)
-        return self.order.make(key, call, lambda: make(route), lambda: make(servers))
+
+        def by_rings() -> Future[T]:
+            assert route is not None
+            try:
+                return make(route)
+            except BaseException as error:  # this rank's later calls would be out of step
+                route.close(error)
+                raise
+
+        if route is None or (self.order is not None and not is_worth_asking(call)):
+            return make(servers)
+        if self.order is None:
+            return by_rings()
+        return self.order.make(key, call, by_rings, lambda: make(servers))
 
     def close(self, error: BaseException | None = None) -> None:
         """Release the rings; unfinished calls fail with ``error``."""
@@ -164,6 +180,7 @@ class RingOpening:
         with self._lock:
             if self._is_closed or not all(map(any, mapped)):
                 self.close()
+                self._servers.stop_meeting()
                 return None
             drivers = list(map(self._driver, self._rings))
             if len(self._machines.members) == 1:
@@ -203,12 +220,20 @@ class RingOpening:
                 self._waiting.popleft()()
             self._is_open = True
 
-    def _forward(self, result: Future[T], make: Callable[[], Future[T]]) -> None:
+    def _forward(
+        self,
+        result: Future[T],
+        key: CallKey,
+        call: CollectiveCall,
+        make: Callable[[Route], Future[T]],
+    ) -> None:
         try:
             if self._opened is not None:
                 self._opened.result(0)
-            made = make()
+            made = self._make(key, call, make)
         except BaseException as error:
+            if self.order is not None:
+                self.order.ended(key)
             result.set_error(error)
             return
         result.describe, result.flush = made.describer(), made.flush

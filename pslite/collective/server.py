@@ -199,7 +199,10 @@ class CollectiveServer:
         dtype = DTYPES[call.dtype]
         sizes = sorted({len(each[index]) for each in frames})
         if len(sizes) > 1 or sizes[0] % dtype.itemsize:
-            raise ProtocolError(f"values of {sizes} bytes are not equally many of {call.dtype}")
+            raise ProtocolError(
+                f"{call.text}: all ranks must send the same number of whole {call.dtype} elements, "
+                f"got {sizes} bytes"
+            )
         out: Array = new_array(self._node, sizes[0] // dtype.itemsize, dtype)
         arrays = [np.frombuffer(each[index], dtype) for each in frames]
         is_sum = call.op == "sum" and len(arrays) > 1

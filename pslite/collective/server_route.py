@@ -1,8 +1,8 @@
 """Collective calls by the servers: sends arrays in chunks, fills in the answers.
 
 A call is a request to a server for each chunk, and the server's answers. ``Communicator`` takes
-this way where a group has no rings, and for calls with a name. Any thread may call; answers are
-copied into arrays on the node's I/O thread. Read next: ``pending_call.py``, then ``server.py``.
+this way where a group has no rings, and for calls that need no order. Any thread may call; answers
+are copied into arrays on the node's I/O thread. Read next: ``pending_call.py``, then ``server.py``.
 """
 
 from __future__ import annotations
@@ -198,6 +198,10 @@ class ServerRoute:
         note: Callable[[Reply], None] = lambda reply: found.append(unpack_number(reply.body))  # noqa: E731
         under_way.start([((), note, None)])
         return under_way.future.map(lambda numbers: numbers[0])
+
+    def stop_meeting(self) -> None:
+        """Spread calls over all servers from now on; all ranks do so before the same call."""
+        self._asker.meets = False
 
     def give_up(self, key: CallKey, error: BaseException | None) -> None:
         """End a call on all ranks with an error of this rank."""

@@ -1,7 +1,7 @@
 """The way of a group's collective calls when all its workers are on one machine.
 
-Calls in order go by rings (``ring_opening.py``), those with a name by the servers. Read next:
-``shared_memory_driver.py``.
+Calls in order go by rings (``ring_opening.py``); ``ready_order.py`` makes an order of those with a
+name. Read next: ``shared_memory_driver.py``.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from pslite.protocol.collective import CallKey, waiting_text
 
 _LOOK_S = 0.25
 """So long a call waits before the servers are asked: less than any usual timeout."""
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 5.0
-"""Between two questions about a call. Questions are messages, and the search for deadlocks needs a
-second without any (``protocol/deadlocks.py``), so calls that have waited for long ask seldom."""
+_LEAST_PAUSE_S = 1.0
+"""Between two questions about a call. Later pauses are half as long as the longest wait: questions
+are messages, and the search for deadlocks needs a second without any (``protocol/deadlocks.py``),
+also if hundreds of ranks wait. For the same reason a rank asks about all its calls at once."""
 
 
 class CallWait:
@@ -85,11 +86,12 @@ class CallWaits:
             self._is_looking = bool(waits) and self._node.error is None
         if not self._is_looking:
             return
-        for wait in waits:
-            if wait.waited_s >= wait.ask_after_s:
-                pause_s = min(max(wait.waited_s / 2, _LEAST_PAUSE_S), _MOST_PAUSE_S)
-                wait.ask_after_s = wait.waited_s + pause_s
-                self._ask(wait)
+        if any(wait.waited_s >= wait.ask_after_s for wait in waits):
+            pause_s = max(max(wait.waited_s for wait in waits) / 2, _LEAST_PAUSE_S)
+            for wait in waits:
+                if wait.waited_s >= _LOOK_S:
+                    wait.ask_after_s = wait.waited_s + pause_s
+                    self._ask(wait)
         self._timer.set(now + _LOOK_S)
 
     def _ask(self, wait: CallWait) -> None:

@@ -41,7 +41,7 @@ def beat_at(config: Config, now: float) -> float:
 
 
 class PeerWatch:
-    """The failure detector of one node."""
+    """Watches the peers of one node."""
 
     def __init__(self, office: Office, traffic: Traffic) -> None:
         config = office.config

@@ -235,7 +235,10 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
             f"expected a header of at least {_ENVELOPE_FIELDS} fields, got {header!r:.60}"
         )
     if type(header[0]) is not int or header[0] != VERSION:
-        raise ProtocolError(f"expected protocol version {VERSION}, got {header[0]!r:.60}")
+        raise ProtocolError(
+            f"expected protocol version {VERSION}, got {header[0]!r:.60}; install the same version "
+            "on all machines"
+        )
     layout = _BY_NUMBER.get(header[1]) if type(header[1]) is int else None
     if layout is None:
         raise ProtocolError(f"unknown message type {header[1]!r:.60}")

@@ -15,8 +15,10 @@ from collective_groups import Array, cluster_of, errors, groups, results
 
 from pslite import Communicator, Future
 from pslite.collective import ring_opening
+from pslite.collective.shared_memory_route import SharedMemoryRoute
 from pslite.errors import MismatchError, NodeLostError, UsageError
 from pslite.memory.ring import Ring
+from pslite.protocol.collective import CallKey
 
 LARGE = 40_000
 """Floats of more than 128 KiB."""
@@ -266,6 +268,41 @@ def test_calls_go_by_the_servers_where_one_rank_has_no_shared_memory(
             got = results([g.all_reduce(np.ones(LARGE), name=name) for g in all_])
             assert {each[3] for each in got} == {3.0}
         assert sorted(by_servers) == ["a"] * 3 + ["b"] * 3
+        for group in all_:  # and not all by one of them
+            asker, keys = group._servers._asker, (CallKey(group._group, name, 1) for name in NAMES)
+            assert len({asker.server_of(key, 0) for key in keys}) == 2
+
+
+def test_a_rank_that_cannot_begin_its_call_ends_the_group_and_no_sum_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with cluster_of(3, 1) as cluster:
+        all_ = opened(groups(cluster, any_order=True))
+        make = SharedMemoryRoute.make
+
+        def failing(self: SharedMemoryRoute, key: CallKey, *rest: Any) -> Future[Any]:
+            if key.name == "a" and self is all_[1]._rings._route:  # type: ignore[union-attr]
+                raise MemoryError("no room")
+            return make(self, key, *rest)
+
+        monkeypatch.setattr(SharedMemoryRoute, "make", failing)
+        futures = [
+            group.all_reduce(values(group.rank, name), name=name)
+            for name in "ab"  # of one shape, so that only their order tells them apart
+            for group in all_
+        ]
+        found = errors(futures)
+        assert isinstance(found[1], MemoryError)
+
+
+def test_a_name_is_free_again_when_the_rings_could_not_be_opened_for_a_loss() -> None:
+    with cluster_of(2, 1, lost_after_s=0.1) as cluster:
+        group = Communicator(cluster.workers[0], any_order=True)
+        first = group.all_reduce(np.ones(LARGE), name="a")  # waits for the other rank's rings
+        cluster.kill(cluster.workers[1])
+        for make in (lambda: first, lambda: group.all_reduce(np.ones(LARGE), name="a")):
+            with pytest.raises(NodeLostError, match="worker 1"):
+                make().result(LIMIT_S)
 
 
 def test_a_group_that_is_closed_before_its_rings_are_open_keeps_none() -> None:

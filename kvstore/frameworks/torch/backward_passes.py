@@ -39,7 +39,7 @@ class GradientHook:
 def call_with_gradients(
     parameters: Iterable[torch.Tensor], method: Callable[[torch.Tensor], None]
 ) -> None:
-    """Call a method for each gradient of a pass, instead of earlier methods.
+    """Have ``method`` called for each gradient of a pass; it replaces earlier ones.
 
     An optimizer may be created for the parameters of another optimizer that still exists. Without
     this, both would take the same gradients.

@@ -134,10 +134,10 @@ def _start_agents(
         carrier = Carrier(cluster, argv, agents, supervisor.guardian)
     except OSError as error:
         listener.close()
+        missing = isinstance(error, FileNotFoundError)
+        advice = "; install it on this machine, or put it on the PATH" if missing else ""
         raise LaunchError(
-            f"cannot start '{argv[0]}': {error.strerror}; install it on this machine, or put it on "
-            "the PATH",
-            exit_code=1,
+            f"cannot start '{argv[0]}': {error.strerror}{advice}", exit_code=1
         ) from error
     for place in (carrier, AgentListener(listener, key, carrier.admit), *agents):
         supervisor.add_place(place)

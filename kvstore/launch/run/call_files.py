@@ -120,7 +120,7 @@ def orders_path(directory: Path, rank: int) -> Path:
     return directory / f"orders-{rank}"
 
 
-# -- call_files ------------------------------------------------------------------------------
+# -- call files ---------------------------------------------------------------------------
 
 
 def write(path: Path, header: Mapping[str, Any], body: bytes = b"") -> None:

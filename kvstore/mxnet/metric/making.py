@@ -259,7 +259,8 @@ def _made(cls: type[EvalMetric], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     except TypeError as error:
         takes = inspect.signature(cls).parameters.values()
         plain = ", ".join(str(each.replace(annotation=each.empty)) for each in takes)
-        given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+        given = [f"{value!r:.60}" for value in args]
+        given += [f"{name}={value!r:.60}" for name, value in kwargs.items()]
         raise ArgumentTypeError(
             f"{cls.__name__}({', '.join(given)}): {error}; it takes ({plain})"
         ) from None

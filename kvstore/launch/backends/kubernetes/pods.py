@@ -66,9 +66,10 @@ class Patience:
 
 
 class Obstacle(NamedTuple):
-    """The reason why a pod has not started; ``is_trouble`` if waiting may not help.
+    """Why a pod has not started.
 
-    Otherwise the cluster only lacks room or time.
+    ``is_trouble``: something is wrong, and waiting may not help. If False, the cluster only lacks
+    room or time.
     """
 
     sentence: str

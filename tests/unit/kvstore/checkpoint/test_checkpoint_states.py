@@ -283,10 +283,10 @@ def test_who_takes_no_row_sparse_keys_is_told_which_there_are(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("ids", "shapes", "text"),
     [
-        ([5, 1], '{"w": [10, 3]}', "must be sorted ids below"),
-        ([1, 1], '{"w": [10, 3]}', "must be sorted ids below"),
-        ([-1, 1], '{"w": [10, 3]}', "must be sorted ids below"),
-        ([1, 10], '{"w": [10, 3]}', "must be sorted ids below"),
+        ([5, 1], '{"w": [10, 3]}', "must be increasing ids below"),
+        ([1, 1], '{"w": [10, 3]}', "must be increasing ids below"),
+        ([-1, 1], '{"w": [10, 3]}', "must be increasing ids below"),
+        ([1, 10], '{"w": [10, 3]}', "must be increasing ids below"),
         ([1, 2, 3], '{"w": [10, 3]}', "do not fit"),
         ([1, 2], '{"w": [10, 4]}', "do not fit"),
         ([1, 2], '{"w": [10.5, 3]}', "cannot load the shapes"),

@@ -285,7 +285,10 @@ def test_another_version_is_dropped_by_name(pair: tuple[Node, Node]) -> None:
     header[1] = VERSION + 1
     assert bob.hear(alice, [bytes(header)]) is None
     assert dict(bob.links.dropped) == {"not a valid message of this protocol": 1}
-    assert bob.links.last_malformed == f"expected protocol version {VERSION}, got {VERSION + 1}"
+    assert bob.links.last_malformed == (
+        f"expected protocol version {VERSION}, got {VERSION + 1}; install the same version on all "
+        "machines"
+    )
 
 
 def test_a_message_of_another_job_is_refused_and_its_sender_told_why() -> None:
