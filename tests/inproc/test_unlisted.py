@@ -117,7 +117,7 @@ def test_what_comes_too_early_waits_up_to_a_limit_and_the_rest_is_not_accepted(
         for number in range(10):
             stranger.say(Request(1, 0, number, 1, b"body"))
         wait_until(lambda: cluster.scheduler.links.dropped[EARLY] == 7)
-        assert len(cluster.scheduler.gate._early) == 3
+        assert len(cluster.scheduler.admission._early) == 3
         stranger.hear()
         wait_until(lambda: stranger.hear() == [] and len(stranger.links._peers) == 1)
         assert not stranger.links.everything_accepted()

@@ -55,6 +55,8 @@ while byes < int(os.environ["DMLC_NUM_WORKER"]):
             byes += ready.recv(3) == b"bye"
             peers.remove(ready)
             ready.close()
+# The launcher holds this socket too: without this, a server that comes later waits for ever.
+listener.shutdown(socket.SHUT_RDWR)
 """
 
 LAUNCH = """
