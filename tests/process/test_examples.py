@@ -15,7 +15,7 @@ import pytest
 from job import MARK, ROOT, MakeJob, clean_environment, free_port, needs_proc
 from torch_jobs import start_torchrun
 
-LIMIT_S = 110.0
+LIMIT_S = 240.0
 """Some train for ten seconds on two cores of their own, and other tests run beside them."""
 
 pytestmark = [pytest.mark.process, needs_proc, pytest.mark.timeout(LIMIT_S + 10)]
