@@ -180,7 +180,7 @@ def test_a_job_outlives_its_qsub_and_leaves_nothing(launcher: Launcher, cell: Gr
             _, said = job.communicate(timeout=JOB_S)
         finally:
             job.kill()
-    _, _, after = said.partition("all have joined")  # a slow cluster may have been waited for before
+    _, _, after = said.partition("all have joined")  # a slow cluster was perhaps waited for
     assert after.splitlines()[1:] == ["[launcher] qsub ended with exit code -9"]
     assert job.returncode == 0
 
