@@ -125,7 +125,7 @@ def _num_open() -> int | None:
 
 
 @contextmanager
-def scarcity_told() -> Iterator[None]:
+def shortage_told() -> Iterator[None]:
     """Turn a shortage of files or memory into a ``ConfigError`` with advice."""
     try:
         yield

@@ -301,7 +301,7 @@ class Directory:
     def _together(self, incoming: Incoming) -> None:
         number, mode, call, name, kind, text = unpack(incoming.body, int, str, int, str, str, str)
         store = self._stores.setdefault(number, _Store(mode))
-        store.optimizers.meeting_begins()
+        store.optimizers.joint_call_begins()
         error = rebuild(kind, text) if kind else None
         store.joint_calls.arrive(call, name, incoming, list(self._live_ranks()), error)
 
@@ -313,7 +313,7 @@ class Directory:
         if error is None:
             self._delete(store, deleted)
         others = set(self._live_ranks()) - {rank_of(incoming.sender)}
-        store.optimizers.meeting_ended(failed=error is not None, others=others)
+        store.optimizers.joint_call_ended(failed=error is not None, others=others)
         ready = [entry for key, entry in store.entries.items() if key in store.ready]
         news = pack(pack_entries(ready), store.optimizers.num)
         what = store.joint_calls.done(call, news, error)

@@ -48,7 +48,7 @@ class OptimizerCalls:
         self._shifts: dict[int, int] = {}
         #: Ranks whose last call differed from the deciding rank's.
         self._refused: set[int] = set()
-        self._num_before_meeting = 0
+        self._num_before_joint_call = 0
 
     def decided(self, optimizer: list[Any], error: BaseException | None, decider: int) -> None:
         """Handle the deciding rank's next call, which reached all servers or failed."""
@@ -105,11 +105,11 @@ class OptimizerCalls:
         """Shift a rank's count for calls that it skipped or that had no effect."""
         self._shifts[rank] = self._shifts.get(rank, 0) + by
 
-    def meeting_begins(self) -> None:
+    def joint_call_begins(self) -> None:
         """Note that a joint call (``joint_calls.py``) begins, which may set an optimizer."""
-        self._num_before_meeting = self.num
+        self._num_before_joint_call = self.num
 
-    def meeting_ended(self, *, failed: bool, others: Iterable[int]) -> None:
+    def joint_call_ended(self, *, failed: bool, others: Iterable[int]) -> None:
         """Handle the end of a joint call: all ranks continue counting at ``num``.
 
         After a failed one, only the counts of ``others`` are shifted: they have not seen its calls.
@@ -118,7 +118,7 @@ class OptimizerCalls:
             self._shifts.clear()
             return
         for rank in others:
-            self._shift(rank, self.num - self._num_before_meeting)
+            self._shift(rank, self.num - self._num_before_joint_call)
 
     def fail_waiting(self, error: UsageError) -> None:
         """Fail all waiting requests: the deciding rank's call will not come."""

@@ -49,7 +49,7 @@ class NodeControl(abc.ABC):
         #: The peers that get heartbeats before the roster exists.
         self._listeners: Iterable[str] = (SCHEDULER,)
         self._barrier_rounds: Counter[int] = Counter()
-        self._hearsay = LossReports()
+        self._loss_reports = LossReports()
 
     # -- gathering ---------------------------------------------------------------------
 
@@ -87,11 +87,11 @@ class NodeControl(abc.ABC):
         The end of the reporting member may be postponed until ``until``.
         """
         about, reason = lost
-        self._hearsay.note(speaker, about, reason, self._office.membership.title(about), until)
+        self._loss_reports.note(speaker, about, reason, self._office.membership.title(about), until)
         self._office.io_queue.timers.add(until, self._end_hearsay)
 
     def _end_hearsay(self) -> None:
-        for node, reason in self._hearsay.ended(self._office.clock()):
+        for node, reason in self._loss_reports.ended(self._office.clock()):
             self._depart(node, left=False, reason=reason)
 
     def _depart(self, node: int, *, left: bool, reason: str) -> None:

@@ -226,7 +226,7 @@ class MemberControl(NodeControl):
             return
         # A failed node knows the cause, and must not wait until a dead node accepts messages.
         looks_for_cause = office.error is None and self._scheduler_error is None
-        if not (looks_for_cause and self._hearsay.puts_off(node, reason, now)):
+        if not (looks_for_cause and self._loss_reports.puts_off(node, reason, now)):
             self._depart(node, left=False, reason=reason)
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
@@ -242,7 +242,7 @@ class MemberControl(NodeControl):
     def _believe(self) -> None:
         """Act on losses reported by members that end, as there is no scheduler to decide."""
         office = self._office
-        for speaker, about, reason in self._hearsay.words():
+        for speaker, about, reason in self._loss_reports.words():
             if speaker in office.membership.ending and office.membership.node(about) != office.info:
                 self._depart(about, left=False, reason=reason)
 

@@ -59,7 +59,7 @@ class PeerWatch:
         #: Call it with a peer and the time after each message from the peer.
         self.heard = self._liveness.heard
         self.silent_s = self._liveness.silent_s
-        self._headway = ReconnectLoops()
+        self._reconnect_loops = ReconnectLoops()
         #: The peers with a connection, watched or not.
         self._connected: set[str] = set()
         #: The known peers, by their names in the van.
@@ -93,7 +93,7 @@ class PeerWatch:
     def forget(self, peer: str) -> None:
         """Stop watching a peer."""
         self._liveness.forget(peer)
-        self._headway.forget(peer)
+        self._reconnect_loops.forget(peer)
 
     def told(self, event: VanEvent, now: float) -> None:
         """Act on an event of the van about a connection."""
@@ -154,11 +154,11 @@ class PeerWatch:
         self._office.control.disconnected(peer)
         self._liveness.disconnected(peer, now)
         self._suspicion.set(now)
-        self._look_at_headway(peer, now, moved_bytes)
+        self._look_at_reconnects(peer, now, moved_bytes)
 
-    def _look_at_headway(self, peer: str, now: float, moved_bytes: int) -> None:
+    def _look_at_reconnects(self, peer: str, now: float, moved_bytes: int) -> None:
         office = self._office
-        in_vain = self._headway.disconnected(
+        in_vain = self._reconnect_loops.disconnected(
             peer,
             now,
             progress=office.links.progress(peer),

@@ -226,7 +226,7 @@ class SchedulerControl(NodeControl):
             self._lost_while_gathering(peer, reason, now)
             return
         # A failed node knows the cause, and must not wait until a dead node accepts messages.
-        if office.error is not None or not self._hearsay.puts_off(node, reason, now):
+        if office.error is not None or not self._loss_reports.puts_off(node, reason, now):
             self._depart(node, left=False, reason=reason)
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
@@ -240,7 +240,7 @@ class SchedulerControl(NodeControl):
         if not ends_itself(message, speaker):
             return
         membership.ending.add(speaker)
-        if not self._hearsay.puts_off(speaker, "", now):
+        if not self._loss_reports.puts_off(speaker, "", now):
             self._depart(speaker, left=False, reason="it has ended")
 
     def _lost_while_gathering(self, peer: str, reason: str, now: float) -> None:

@@ -33,7 +33,7 @@ from pslite.node.member import MemberControl
 from pslite.node.pool import Pool, ThreadPool
 from pslite.node.postoffice import Postoffice
 from pslite.node.scheduler import SchedulerControl
-from pslite.resource_limits import check_files, check_threads, scarcity_told
+from pslite.resource_limits import check_files, check_threads, shortage_told
 from pslite.security import mechanism_of
 from pslite.van.base import Van
 from pslite.van.zmq.addresses import (
@@ -87,7 +87,7 @@ def start(
     if make_van is None:
         _check_room(config, log)
         config, make_van = _over_tcp(config, log)
-    with scarcity_told():
+    with shortage_told():
         node = _begun(config, make_van(uid), incarnation, log, prepare)
     if node.role is Role.WORKER:
         leave_at_exit(node)

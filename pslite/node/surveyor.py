@@ -34,7 +34,7 @@ MAX_REPORT_BYTES = 1 << 18
 """The limit of one node's report; most have some hundreds, with many waits thousands."""
 MAX_SURVEY_BYTES = MAX_HEADER_BYTES - (64 << 10)
 """The limit of the answer to an observer: the message must fit into one header."""
-_LOOKS = ""
+_DEADLOCK_SEARCH = ""
 """The name under which the scheduler itself asks for a survey; observers have other names."""
 _MOST_LACKING = 3
 _GROUPS = {1: "the scheduler", 2: "all servers", 4: "all workers", 7: "all nodes"}
@@ -103,9 +103,9 @@ class Surveyor:
     def tick(self, now: float) -> None:
         """Answer observers whose survey is complete or whose time limit has passed."""
         if self._deadlocks.take_due(now):
-            self._ask(_LOOKS, 0, now)
+            self._ask(_DEADLOCK_SEARCH, 0, now)
         served = dict(self._surveys.take_served(now))
-        if served.pop(_LOOKS, None) is not None:
+        if served.pop(_DEADLOCK_SEARCH, None) is not None:
             self._look(now)
         if served:
             body = body_of(self._survey(now))

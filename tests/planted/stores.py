@@ -267,7 +267,7 @@ BUGS = [
     Bug(
         "after a joint call that failed the ranks count their optimizers differently",
         "kvstore/server/optimizer_calls.py",
-        "            self._shift(rank, self.num - self._num_before_meeting)\n",
+        "            self._shift(rank, self.num - self._num_before_joint_call)\n",
         "            pass\n",
         "tests/unit/kvstore/server/test_directory_failures.py",
     ),

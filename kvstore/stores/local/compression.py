@@ -25,7 +25,7 @@ from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.arguments import KeyTable
 
 
-class LocalCoding(StoreCompression):
+class LocalCompression(StoreCompression):
     """The encoding of one store in one process."""
 
     def __init__(self, compression: Compression, table: KeyTable) -> None:

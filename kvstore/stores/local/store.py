@@ -40,7 +40,7 @@ from kvstore.stores.arguments import (
 from kvstore.stores.arguments_sparse import check_wanted
 from kvstore.stores.base import CompressionParams, KeyInfo, KVStore, Path, Version
 from kvstore.stores.local.checkpoint import contents_of, pieces_of, take
-from kvstore.stores.local.compression import LocalCoding
+from kvstore.stores.local.compression import LocalCompression
 from kvstore.stores.local.tables import LocalTables
 from kvstore.stores.local.values import LocalValues
 from kvstore.stores.one_rank import OneRank
@@ -207,7 +207,7 @@ class LocalKVStore(KVStore):
         compression = Compression.of(compression_params)
         with self._lock:
             self._check_open()
-            coding = LocalCoding(compression, self._table) if compression.rules else None
+            coding = LocalCompression(compression, self._table) if compression.rules else None
             self._values.coding = coding
 
     # -- keys --------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from kvstore.stores.arguments import KeyTable, normalise_keys, spec_of
 from kvstore.stores.arguments_sparse import SparseOuts, Wanted, check_dense_outs
 from kvstore.stores.local import sparse as local_rows
 from kvstore.stores.local.blocks import Blocks, HostArray, Row
-from kvstore.stores.local.compression import LocalCoding
+from kvstore.stores.local.compression import LocalCompression
 from kvstore.stores.local.memory import HOST, Shelves, StoredKey
 
 MOST_LISTS = 1000
@@ -127,7 +127,7 @@ class LocalValues:
         self.optimizer: Optimizer | None = None
         self.updater: UpdateFunction | None = None
         """A caller's function in place of an optimizer."""
-        self.coding: LocalCoding | None = None
+        self.coding: LocalCompression | None = None
         """The codecs of pushed and pulled values; None without compression."""
         self.counters = dict.fromkeys(("pushes", "pulls", "bytes_pushed", "bytes_pulled"), 0)
         self._rows = RowReader(self.table, self.entries)
@@ -275,7 +275,7 @@ class LocalValues:
 
     # -- through codecs ----------------------------------------------------------------
 
-    def _encoded(self, coding: LocalCoding, key: Keys, value: Values) -> KeyArrays:
+    def _encoded(self, coding: LocalCompression, key: Keys, value: Values) -> KeyArrays:
         """Check a call's pushed values; return them after encoding and decoding."""
         groups = self.table.check_push(key, value)
         if self.optimizer is not None:

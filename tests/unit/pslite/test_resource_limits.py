@@ -17,7 +17,7 @@ from pslite.resource_limits import (
     check_files,
     check_threads,
     files_needed,
-    scarcity_told,
+    shortage_told,
 )
 
 
@@ -93,13 +93,13 @@ def test_no_limit_is_enough(limits: Limits) -> None:
     ids=repr,
 )
 def test_what_the_system_refuses_is_an_error_of_ours(error: Exception, advice: str) -> None:
-    with pytest.raises(ConfigError, match=advice) as raised, scarcity_told():
+    with pytest.raises(ConfigError, match=advice) as raised, shortage_told():
         raise error
     assert raised.value.__cause__ is error
 
 
 def test_another_error_stays_what_it_is() -> None:
-    with pytest.raises(PermissionError), scarcity_told():
+    with pytest.raises(PermissionError), shortage_told():
         raise PermissionError(errno.EACCES, "x")
 
 
