@@ -183,6 +183,14 @@ def adapter_for(value: object) -> Adapter:
     )
 
 
+def are_native(arrays: Sequence[object]) -> bool:
+    """Return whether all are NumPy's or CuPy's own arrays, which need no adapter.
+
+    False is not an error: a class that has not been seen yet is not known as one of these.
+    """
+    return all(isinstance(_adapters.get(kind), NativeAdapter) for kind in set(map(type, arrays)))
+
+
 def register(kind: type, adapter: Adapter) -> None:
     """Accept arrays of this class and its subclasses as values of stores."""
     _registered[kind] = _adapters[kind] = adapter

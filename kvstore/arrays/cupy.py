@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +63,7 @@ class CupyAdapter(NativeAdapter):
         return array if array.flags.c_contiguous else None
 
     def context(self, array: Array) -> Context:
-        return Context("gpu", int(array.device.id))
+        return _gpu(int(array.device.id))
 
     @contextmanager
     def on(self, context: Context) -> Iterator[None]:
@@ -123,6 +125,11 @@ class CupyAdapter(NativeAdapter):
             return total.astype(dtype, order="C", copy=False)
 
 
+@functools.cache
+def _gpu(device: int) -> Context:
+    return Context("gpu", device)
+
+
 # -- devices, streams and addresses --------------------------------------------------------
 
 Rows = Sequence[Sequence[NativeArray]]
@@ -171,14 +178,34 @@ def _may_reach(device: int, peer: int) -> None:
 
 def addresses_of(rows: Sequence[Sequence[NativeArray]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Return the addresses of these CuPy arrays; all rows have the same length."""
-    return np.array([[array.data.ptr for array in row] for row in rows], np.uint64)
+    addresses = np.array([*map(_address, chain.from_iterable(rows))], np.uint64)
+    return addresses.reshape(len(rows), -1)
 
 
-def near(array: Array, home: Context) -> NativeArray:
-    """Return a C-contiguous CuPy array, copied to ``home`` if it is on the host.
+def devices_of(rows: Sequence[Sequence[NativeArray]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the numbers of these CuPy arrays' GPUs; all rows have the same length."""
+    devices = np.array([*map(_device, chain.from_iterable(rows))], np.int64)
+    return devices.reshape(len(rows), -1)
 
-    It shares the caller's memory where possible.
+
+def near(rows: Sequence[Sequence[Array]], home: Context) -> Rows:
+    """Return C-contiguous CuPy arrays; those on the host are copied to ``home``.
+
+    They share the caller's memory where possible.
     """
+    arrays = [*chain.from_iterable(rows)]
+    if {*map(type, arrays)} == {load().ndarray} and all(map(_is_contiguous, arrays)):
+        return rows
+    return [[_near(array, home) for array in row] for row in rows]
+
+
+# Called for hundreds of arrays of each call of a store, these are faster than loops.
+_address = attrgetter("data.ptr")
+_device = attrgetter("data.device_id")
+_is_contiguous = attrgetter("flags.c_contiguous")
+
+
+def _near(array: Array, home: Context) -> NativeArray:
     adapter = adapter_for(array)
     if isinstance(adapter, CupyAdapter):
         return contiguous(array)

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from kvstore.arrays import Array, adapter_for
+from kvstore.arrays import Array, adapter_for, are_native
 from kvstore.arrays.dtypes import check_dtype, keeps_kind
 from kvstore.arrays.keys import Key, KeySpec
 from kvstore.errors import (
@@ -42,6 +42,7 @@ _INTEGERS = (int, np.integer)
 _LISTS = (list, tuple)
 _PLAIN = {np.ndarray}
 
+_look = attrgetter("shape", "dtype")
 _look_to_read = attrgetter("shape", "dtype", "flags.c_contiguous")
 _look_to_write = attrgetter("shape", "dtype", "flags.carray")
 
@@ -127,6 +128,13 @@ def group_values(key: object, value: object, *, takes_rows: bool = False) -> dic
     they raise ``NotSupportedError``. Raises ``KeyTypeError``, ``ArgumentTypeError`` (not an array,
     or a dtype that cannot be stored) and ``ValueMismatchError`` (more or fewer values than keys).
     """
+    groups = _by_key(key, value)
+    _check_arrays(groups, takes_rows=takes_rows)
+    return groups
+
+
+def _by_key(key: object, value: object) -> dict[Key, list[Array]]:
+    """Return each key's values, whatever they are."""
     keys, single = normalise_keys(key)
     values = [value] if single else value
     if not isinstance(values, _LISTS):
@@ -145,13 +153,22 @@ def group_values(key: object, value: object, *, takes_rows: bool = False) -> dic
             raise ValueMismatchError(
                 f"the value of key {item!r} is an empty list; give at least one array"
             )
-        for array in several:
+        groups.setdefault(item, []).extend(several)
+    return groups
+
+
+def _check_arrays(groups: Mapping[Key, Sequence[Array]], *, takes_rows: bool) -> None:
+    for arrays in groups.values():
+        for array in arrays:
             if not is_row_sparse(array):
                 check_dtype(adapter_for(array).dtype(array))
             elif not takes_rows:
                 raise NotSupportedError(ROWS_REFUSED)
-        groups.setdefault(item, []).extend(several)
-    return groups
+
+
+def _are_of(spec: KeySpec | None, arrays: Sequence[Array]) -> bool:
+    """Return whether these are native arrays with exactly this shape and dtype."""
+    return are_native(arrays) and list(map(_look, arrays)) == [spec] * len(arrays)
 
 
 class KeyList:
@@ -294,7 +311,7 @@ class KeyTable:
     def check_init(self, key: object, value: object) -> dict[Key, Array]:
         """Check the arguments of ``init``; return the array of each new key."""
         keys, _ = normalise_keys(key)
-        groups = self._grouped(key, value)
+        groups = _converted(group_values(key, value, takes_rows=True))
         for item, arrays in groups.items():
             self._check_kind(item)
             if item in self._specs:
@@ -314,8 +331,14 @@ class KeyTable:
 
         Each array must have exactly the key's shape and dtype.
         """
-        groups = self._grouped(key, value)
-        for item, arrays in groups.items():
+        groups = _by_key(key, value)
+        specs = self._specs
+        rest = {key: row for key, row in groups.items() if not _are_of(specs.get(key), row)}
+        if not rest:
+            return groups
+        _check_arrays(rest, takes_rows=True)
+        rest = _converted(rest)
+        for item, arrays in rest.items():
             spec = self.spec(item)
             for array in arrays:
                 if spec_of(array) != spec:
@@ -324,6 +347,7 @@ class KeyTable:
                         f"{_described(spec_of(array))}; push an array of the key's shape and "
                         "dtype"
                     )
+        groups.update(rest)
         return groups
 
     def check_out(self, key: object, out: object) -> dict[Key, list[Array]]:
@@ -331,10 +355,18 @@ class KeyTable:
 
         Each array must have the key's shape, be writable, and take its dtype (``check_cast``).
         """
-        groups = group_values(key, out, takes_rows=True)
-        for item, arrays in groups.items():
+        groups = _by_key(key, out)
+        rest = {key: outs for key, outs in groups.items() if not self._can_fill(key, outs)}
+        _check_arrays(rest, takes_rows=True)
+        for item, arrays in rest.items():
             check_outs(item, self.spec(item), arrays)
         return groups
+
+    def _can_fill(self, key: Key, outs: Sequence[Array]) -> bool:
+        """Return whether these are writable native arrays of the key's shape and dtype."""
+        return _are_of(self._specs.get(key), outs) and not any(
+            adapter_for(out).why_read_only(out) for out in outs
+        )
 
     def check_broadcast(
         self, key: object, value: object, out: object
@@ -358,14 +390,6 @@ class KeyTable:
             self._row_sparse.discard(key)
         self._lists.forget()
 
-    def _grouped(self, key: object, value: object) -> dict[Key, list[Array]]:
-        """Return each key's arrays; row-sparse values are converted to ``RowSparseArray``."""
-        groups = group_values(key, value, takes_rows=True)
-        return {
-            item: [row_sparse(array) if is_row_sparse(array) else array for array in arrays]
-            for item, arrays in groups.items()
-        }
-
     def _unknown(self, key: Key) -> str:
         # A copy, since another thread may add keys meanwhile.
         near = nearest(key, list(self._specs))
@@ -383,6 +407,14 @@ class KeyTable:
                 f"the keys of a store must be all int or all str: the store has {first!r}, the "
                 f"call names {key!r}"
             )
+
+
+def _converted(groups: Mapping[Key, Sequence[Array]]) -> dict[Key, list[Array]]:
+    """Return each key's arrays, with row-sparse ones as ``RowSparseArray``."""
+    return {
+        item: [row_sparse(array) if is_row_sparse(array) else array for array in arrays]
+        for item, arrays in groups.items()
+    }
 
 
 def check_outs(key: Key, spec: KeySpec, outs: Sequence[Array]) -> None:

@@ -19,6 +19,7 @@ from torch_models import assert_close, batch, bits, net, train, weights  # noqa:
 
 from kvstore import optimizer as servers_optimizers  # noqa: E402
 from kvstore.errors import ArgumentTypeError, ArgumentValueError, OptimizerMismatch  # noqa: E402
+from kvstore.frameworks.torch import pushed_gradients  # noqa: E402
 from pslite.errors import UsageError  # noqa: E402
 
 mse_loss = torch.nn.functional.mse_loss
@@ -203,9 +204,16 @@ def embeddings() -> Any:
 ROWS = [torch.tensor([[rank, 7, 40 + rank]] * 4) for rank in range(2)]
 
 
+@pytest.fixture(params=["arrays", "tensors"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How weights reach the store: as arrays, or as the tensors that those on a GPU are."""
+    if request.param == "tensors":
+        monkeypatch.setattr(pushed_gradients, "_in_memory", torch.Tensor.detach)
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("how", ["of the module", "by name", "as dense keys"])
-def test_sparse_embeddings_are_pushed_by_rows(how: str, num_workers: int) -> None:
+def test_sparse_embeddings_are_pushed_by_rows(memory: None, how: str, num_workers: int) -> None:
     def steps(model: Any, optimizer: Any, ids: Any) -> Any:
         for step in range(6):
             optimizer.zero_grad()
@@ -235,7 +243,7 @@ def test_sparse_embeddings_are_pushed_by_rows(how: str, num_workers: int) -> Non
     assert_close(found[0], wanted)
 
 
-def test_an_embedding_that_one_rank_uses_is_updated_on_all(two: Workers) -> None:
+def test_an_embedding_that_one_rank_uses_is_updated_on_all(memory: None, two: Workers) -> None:
     made = [embeddings(), embeddings()]
 
     def script(kv: Any) -> Any:

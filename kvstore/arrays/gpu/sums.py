@@ -30,6 +30,7 @@ from kvstore.arrays.cupy import (
     Rows,
     addresses_of,
     current_stream,
+    devices_of,
     load,
     on_device,
     own_stream,
@@ -190,7 +191,7 @@ class _Adding:
         self.itemsize = np.dtype(kernel.dtype).itemsize
         self._numbers = numbers
         self._copies = addresses_of(copies)
-        self._devices = np.array([[array.data.device_id for array in row] for row in copies])
+        self._devices = devices_of(copies)
         self._is_elsewhere = _are_elsewhere(self._devices, home)
         self.is_scattered = bool(self._is_elsewhere.any())
         self._has_scratch = own is None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvstore.arrays.keys import Key
-from kvstore.frameworks.torch.tensors import array_of
+from kvstore.frameworks.torch.tensors import array_of, fill
 from kvstore.sparse import RowSparseArray
 from kvstore.stores.dist.store import DistKVStore
 from pslite import Future
@@ -63,7 +63,7 @@ class PushedGradients:
             self._kv.init(self._names(dense), [self._weight(place) for place in dense])
         for place in self._sparse:
             whole = self._weight(place)
-            rows = RowSparseArray(np.arange(len(whole)), whole, whole.shape)
+            rows = RowSparseArray(np.arange(len(whole)), whole, tuple(whole.shape))
             self._kv.init(self._keys[place], rows)
         self._pull_whole(range(len(self._keys)))
 
@@ -113,7 +113,7 @@ class PushedGradients:
             ids = np.unique(np.concatenate(self._kv.wait(gathered)))
             if len(ids):
                 found = self._kv.row_sparse_pull(self._keys[place], row_ids=ids)
-                self._weight(place)[found.ids] = found.values
+                _set_rows(self._weight(place), found)
                 self._count_versions([place])
 
     # -- inside --------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ class PushedGradients:
     def _push_rows(self, place: int) -> None:
         gradient = self._weights[place].grad
         if gradient is None:
-            shape, dtype = self._weights[place].shape, self._weight(place).dtype
-            gradient = RowSparseArray.zeros(tuple(shape), dtype)
+            dtype = self._kv.info(self._keys[place]).dtype
+            gradient = RowSparseArray.zeros(tuple(self._weights[place].shape), dtype)
         self._pushed.add(place)
         self._under_way.append(self._kv.push_async(self._keys[place], gradient, -place))
 
@@ -195,5 +195,16 @@ def _ids_of(gradient: torch.Tensor | None) -> np.ndarray[Any, Any]:
         return np.zeros(0, np.int64)
     if not gradient.is_sparse:
         return np.arange(len(gradient))
-    found: np.ndarray[Any, Any] = gradient._indices()[0].unique().numpy()
+    found: np.ndarray[Any, Any] = gradient._indices()[0].unique().cpu().numpy()
     return found
+
+
+def _set_rows(weight: Any, rows: RowSparseArray) -> None:
+    """Set rows of a weight, which is what ``_in_memory`` returned."""
+    if not isinstance(weight, torch.Tensor):
+        weight[rows.ids] = rows.values
+        return
+    values = torch.empty(rows.values.shape, dtype=weight.dtype)
+    fill(values, rows.values)
+    ids = torch.from_numpy(np.asarray(rows.ids))
+    weight.index_copy_(0, ids.to(weight.device), values.to(weight.device))

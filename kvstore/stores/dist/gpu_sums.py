@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,7 @@ def sums_of(
     for (home, kernel), indices in _fused(homes, rows, specs).items():
         sizes = [specs[index].nbytes for index in indices]
         out = buffer(sum(sizes))
-        copies = [[near(array, home) for array in rows[index]] for index in indices]
+        copies = near([rows[index] for index in indices], home)
         sum_to_host(home.device_id, kernel, copies, out, is_pinned)
         found.update(zip(indices, split(out, sizes), strict=True))
     for index, (home, row, spec) in enumerate(zip(homes, rows, specs, strict=True)):
@@ -101,12 +102,15 @@ def _fused(
     homes: Sequence[Context], rows: Sequence[Sequence[Array]], specs: Sequence[KeySpec]
 ) -> dict[tuple[Context, Kernel], list[int]]:
     """Return the positions of the keys that each GPU kernel can add together."""
-    groups: dict[tuple[Context, Kernel], list[int]] = {}
+    alike: dict[tuple[int, np.dtype[Any], int], list[int]] = {}
     for index, (home, row, spec) in enumerate(zip(homes, rows, specs, strict=True)):
         if home.device_type == "gpu":
-            kernel = kernel_of(spec.dtype, len(row), "sum")
-            if kernel is not None:
-                groups.setdefault((home, kernel), []).append(index)
+            alike.setdefault((home.device_id, spec.dtype, len(row)), []).append(index)
+    groups: dict[tuple[Context, Kernel], list[int]] = {}
+    for (_, dtype, num_copies), indices in alike.items():
+        kernel = kernel_of(dtype, num_copies, "sum")
+        if kernel is not None:  # signed and unsigned integers have the same
+            groups.setdefault((homes[indices[0]], kernel), []).extend(indices)
     return groups
 
 

@@ -10,8 +10,7 @@ The keys of a call on the same GPU are added, updated and copied together, in on
 dozens of keys; keys that cannot be fused are updated one by one by the formulas of ``optimizer/``.
 Read next: ``arrays/gpu/sums.py`` for the device work.
 
-**Tests.** The tests of the GPU code in ``tests/gpu`` need real GPUs; ``docs/gpu.md`` lists the
-tests that have run on one.
+The tests of the GPU code in ``tests/gpu`` need a real GPU; ``docs/gpu.md`` says what ran on one.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ class DeviceValues(LocalValues):
 
     def _apply_job(self, home: Context, job: KernelCall, work: Work) -> None:
         """Add and update the keys of a job together."""
-        copies = [[near(array, home) for array in row] for _, row in work]
+        copies = near([row for _, row in work], home)
         own = []
         for entry, _ in work:
             if entry.state is None and self.optimizer is not None:
@@ -229,7 +228,7 @@ def _fill_together(home: Context, work: Work) -> list[tuple[StoredKey, Sequence[
     overlap, nothing is copied and all are returned: an array that is passed for two keys must get
     the later one.
     """
-    fit: list[Array] = []
+    written: list[Array] = []
     targets: list[list[NativeArray]] = []
     rest: list[tuple[StoredKey, Sequence[Array]]] = []
     for entry, row in work:
@@ -242,12 +241,13 @@ def _fill_together(home: Context, work: Work) -> list[tuple[StoredKey, Sequence[
             elif target is None or target.dtype != entry.spec.dtype:
                 return list(work)
             else:
-                fit.append(out)
                 targets[-1].append(target)
+                if target is not out:
+                    written.append(out)
     flat = list(chain.from_iterable(targets))
     if not are_apart([array.data.ptr for array in flat], [array.nbytes for array in flat]):
         return list(work)
     copy_all(home.device_id, [entry.weight for entry, _ in work], targets)
-    for out in fit:
+    for out in written:
         adapter_for(out).written(out)
     return rest
