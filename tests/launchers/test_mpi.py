@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,14 +163,23 @@ def start(mpi: Mpi, environ: dict[str, str], *words: str) -> subprocess.Popen[st
 
 @needs_torch
 def test_jobs_of_pytorchs_mpi_at_a_time_find_their_own_ranks(mpi: Mpi, tmp_path: Path) -> None:
-    here = {"TMPDIR": str(tmp_path)}
-    jobs = [start(mpi, here, "-n", str(size), *python(PTDIST)) for size in (2, 3)]
-    for size, job in zip((2, 3), jobs, strict=True):
-        said, errors = job.communicate(timeout=JOB_S)
-        assert job.returncode == 0, errors
-        found = [f"rank {rank} of {size} has {float(rank == 1)} and " for rank in range(size)]
-        total = float(sum(range(size)))
-        assert sorted(said.splitlines()) == [f"{line}{total}" for line in found]
+    sizes = (2, 3)
+    with ExitStack() as stack:
+        jobs = []
+        for size in sizes:
+            # Two mpirun of Open MPI may fail as both make the directory of their sessions.
+            own = tmp_path / f"sessions-{size}"
+            own.mkdir()
+            environ = {"TMPDIR": str(tmp_path), "OMPI_MCA_orte_tmpdir_base": str(own)}
+            job = start(mpi, environ, "-n", str(size), *python(PTDIST))
+            jobs.append(stack.enter_context(job))
+            stack.callback(job.kill)
+        for size, job in zip(sizes, jobs, strict=True):
+            said, errors = job.communicate(timeout=JOB_S)
+            assert job.returncode == 0, errors
+            found = [f"rank {rank} of {size} has {float(rank == 1)} and " for rank in range(size)]
+            total = float(sum(range(size)))
+            assert sorted(said.splitlines()) == [f"{line}{total}" for line in found]
     assert not list(tmp_path.glob("kvmpi-*/*"))
 
 
