@@ -118,7 +118,7 @@ def route_address(host: str, port: int) -> str:
 
 @lru_cache(maxsize=1)
 def machine_id() -> str:
-    """Return an id that is equal only for processes that share process ids.
+    """Return an id that is equal for processes exactly if they share process ids.
 
     It is the kernel's boot id together with the process-id namespace, because containers of one
     host have the same boot id but may have separate process ids.
