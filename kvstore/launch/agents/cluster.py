@@ -44,7 +44,7 @@ class Cluster:
 
     #: The name of the submitting program, for messages.
     program = ""
-    #: Variables of which the first that is set contains an agent's rank.
+    #: Names of variables; the first one that is set contains an agent's rank.
     rank_names: Sequence[str] = ()
     #: The number of the first rank.
     first_rank = 0

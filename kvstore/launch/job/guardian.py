@@ -1,4 +1,4 @@
-"""Clean up after a job, also when the launcher is killed.
+"""Clean up after a job, even if the launcher is killed.
 
 Standard library only, and no import of this project. It runs as ``python -I -S guardian.py`` beside
 the launcher (:class:`GuardianProcess`), and reads a pipe whose other end only the launcher holds.
@@ -9,8 +9,8 @@ ended and removed everything itself. If the pipe ends without this line, the lau
 commands, removes the key, and repeats failed commands a few times.
 
 A process belongs to the job if it is in one of those groups (or sessions), or if its initial
-environment contains the job's id; so a grandchild with a session of its own is found as well. The
-limit: a grandchild with both a session and an environment of its own is not found.
+environment contains the job's id; so a grandchild with a session of its own is found as well. A
+grandchild with both a session and an environment of its own is not found.
 """
 
 from __future__ import annotations

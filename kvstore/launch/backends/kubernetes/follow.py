@@ -277,8 +277,8 @@ class JobPlace(Place):
         self.is_left_alone = True
         look = self._cluster.kubectl("get", "pods", "-l", self._job.selector)
         raise LaunchError(
-            f"{lost}; the job was left alone and may still run: look by '{look}', end it by "
-            f"'{self._by_hand()}'",
+            f"{lost}; the job was left alone and may still run: inspect it with '{look}', end it "
+            f"with '{self._by_hand()}'",
             exit_code=1,
         )
 
