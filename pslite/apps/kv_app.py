@@ -73,7 +73,7 @@ class KVWorker:
     NumPy arrays on the CPU, bool to complex: 1-D with the same number of elements for every key,
     2-D with one row per key, or 1-D with ``lens`` (int32 or int64, one length per key). All calls
     return a future at once. They take ``cmd`` (any number, for the handle), ``callback`` (called
-    once with the finished future, also after an error) and ``priority`` (the I/O thread sends
+    once with the finished future, even after an error) and ``priority`` (the I/O thread sends
     waiting requests with the highest priority first). Calls in flight at the same time may
     overtake each other: to pull the result of a push, wait for the push first.
 

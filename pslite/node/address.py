@@ -1,7 +1,7 @@
 """The address that a node binds and advertises. Calls the operating system.
 
-It prefers DMLC_NODE_HOST, then DMLC_INTERFACE (an interface's name, an address or a network), then
-the local address on the route to the scheduler. A node never binds all interfaces.
+A node uses DMLC_NODE_HOST if it is set, else DMLC_INTERFACE (an interface's name, an address or a
+network), else the local address on the route to the scheduler. It never binds all interfaces.
 (ps-lite uses the first interface whose name begins with DMLC_INTERFACE, or the first one that is
 not loopback (``network_utils.h``). This is wrong on hosts with several networks.)
 """

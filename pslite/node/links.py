@@ -298,7 +298,8 @@ class Links:
         """Send the acceptances that are due in messages of their own.
 
         Every message carries acceptances, and often an answer follows soon. So an acceptance waits
-        for one, but only for a short time and a few bytes, because it frees the sender's credits.
+        for that answer, but only for a short time and a few bytes, because it frees the sender's
+        credits.
         """
         for peer, due_at in list(self._tell_at.items()):
             if at_once or now >= due_at > 0.0 or self._peers[peer].untold_bytes >= self._tell_bytes:

@@ -25,8 +25,8 @@ class Pool(Protocol):
     def is_idle(self, lane: int) -> bool:
         """Return whether all work of ``lane`` is done.
 
-        Only the submitting thread may ask. If so, it may do quick work itself, because no other
-        thread works on this lane before the next ``submit``.
+        Only the submitting thread may ask. If the lane is idle, that thread may do quick work
+        itself, because no other thread works on this lane before the next ``submit``.
         """
 
     @property

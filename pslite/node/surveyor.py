@@ -132,7 +132,7 @@ class Surveyor:
             lacking = [wait for report in reports.values() for wait in report.waits if wait.missing]
             self._on_deadlock(explained(calls, lacking))
 
-    # -- what is told ------------------------------------------------------------------
+    # -- the contents of a survey ------------------------------------------------------
 
     def _reports(self, now: float) -> dict[int, NodeReport]:
         """Return the reports of the last survey and the scheduler's own, by node id."""

@@ -107,7 +107,7 @@ class AllReady(Generic[T]):
 
     messages: tuple[T, ...]
     number: int
-    """From 1 in each group; 0 where a rank has joined, and does not make the call."""
+    """From 1 in each group; 0 if a rank has joined and does not make the call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,9 +167,9 @@ def is_member(
 ) -> bool | None:
     """Tell from two files of /proc/PID whether the process belongs to the job.
 
-    None means: ask again. While a process executes a new program, its environment is empty: first
-    it has none, which ``stat`` shows by an end of 0 for the environment, then it has the new one.
-    Threads of the kernel have no memory at all. Source: proc(5), fs/exec.c of Linux.
+    None means: ask again. While a process executes a new program, its environment is empty for a
+    moment: in ``stat``, the environment's end is then 0. Threads of the kernel have no memory at
+    all. Source: proc(5), fs/exec.c of Linux.
     """
     # After the command's name, which may contain any character; proc(5) counts from 1, with
     # two fields before.
@@ -235,7 +235,7 @@ def main(job_id: str, agent_id: str | None = None) -> None:
             directories += words
         else:
             commands.append(words)
-    if agent_id is not None:  # a cluster may kill all processes here at any moment, also this one
+    if agent_id is not None:  # a cluster may kill all processes here at any moment, even this one
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)
     end_job(job_id, groups, 0, agent_id)

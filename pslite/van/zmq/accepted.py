@@ -238,7 +238,7 @@ class AcceptedConnections:
     def doubtful(self, now: float) -> list[bytes]:
         """Return routing ids that share a descriptor, so that all but one are dead.
 
-        Read all messages first. Pass each that cannot be sent to to :meth:`found_dead`.
+        Read all messages first. Then pass each one to which sending fails to :meth:`found_dead`.
         """
         found: list[bytes] = []
         for descriptor in [at for at, due in self._doubts.items() if due <= now]:

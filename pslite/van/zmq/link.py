@@ -320,7 +320,7 @@ class Link:
             self._handshake_broken_off()
 
     def _handshake_broken_off(self) -> None:
-        """Give up if this continues: CURVE rejects another key so, without a reason."""
+        """Give up if this continues: CURVE rejects a wrong key this way, and says no more."""
         now, slow_s = time.monotonic(), self._needs.handshake_timeout_s / 2
         if now - self._opened_at > slow_s:
             self._broken_off = None  # it may be faster next time

@@ -165,7 +165,7 @@ class JobPlace(Place):
         for warning in dict.fromkeys(warnings):  # such as about a pod security standard
             say(f"the cluster warns: {warning}")
 
-    # -- the main thread: as the supervisor wants it ------------------------------------------
+    # -- the main thread: the interface for the supervisor ------------------------------------
 
     def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
         self._threads.start(self._look)
