@@ -8,8 +8,8 @@
         worker = pslite.KVWorker(node, app=0)   # on a server: pslite.KVServer(node, app=0, ...)
         worker.wait(worker.push(keys, values))
 
-The runtime does not know stores and optimizers. An import starts nothing and is cheap: each name
-is imported when it is first used. Read next: ``apps/kv_app.py`` for what users call, ``plane/``
+The runtime knows nothing about stores and optimizers. Importing it is cheap and starts nothing:
+each name is imported on first use. Read next: ``apps/kv_app.py`` for what users call, ``plane/``
 for how data moves, ``node/postoffice.py`` for the node's loop.
 """
 
@@ -87,7 +87,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # with it, a type checker would accept every name, even misspelt ones
 
     def __getattr__(name):
         home = _HOMES.get(name)

@@ -2,8 +2,8 @@
 
 A ``Config`` is a frozen value. ``Config.from_env`` makes it once (argument > environment >
 default), and it is passed to all code that needs it. The DMLC_* and PS_* names mean the same as in
-ps-lite (``docs/env.md`` there); the other names are new. The metadata of each field serves the
-check of unknown names here and the page in the docs.
+ps-lite (``docs/env.md`` there); the other names are new. The check for unknown names here and the
+page in the docs both use the metadata of the fields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECURITY_NAMES = ("plain", "curve")
 LONGEST_S = 1e9
 """Thirty years: the value that replaces ``inf`` in a setting."""
 MAX_CONNECTIONS = 16
-"""The most connections with one peer: a first and 15 further (``wire.md``, section 2)."""
+"""The most connections to one peer: the first and 15 more (``wire.md``, section 2)."""
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _MAX_NAME = 512
 """The most characters in a name that is sent to peers (``wire.md``, section 5)."""
@@ -93,8 +93,8 @@ class Config:
         "PS_MACHINE",
         "",
         "name of the machine that this node runs on, for containers of one host: nodes with "
-        "equal names share one network connection, and losses are then detected by connections "
-        "only. By default the identity of the running kernel",
+        "equal names share one network connection, and a loss is then detected only by its "
+        "connections. By default the identity of the running kernel",
     )
     port: int = _setting(
         "PORT", 0, "port that this node binds; 0 takes a free one", least=0, most=65_535
@@ -105,7 +105,7 @@ class Config:
     van_type: str = _setting(
         "DMLC_PS_VAN_TYPE",
         "zmq",
-        "zmq, or p3 as another name of it (priorities always work)",
+        "zmq, or p3, which means the same (priorities always work)",
         choices=("zmq", "p3"),
     )
     job_id: str = _setting("PS_JOB_ID", "", "id of the job; messages of other jobs are rejected")
@@ -130,8 +130,8 @@ class Config:
     security: str = _setting(
         "PS_SECURITY",
         "",
-        "use of the key: plain (authentication only, for one host or a trusted network) or "
-        "curve (authentication and encryption); the default with a key is curve",
+        "what the key is used for: plain (authentication only, for one host or a trusted network) "
+        "or curve (authentication and encryption); the default with a key is curve",
         choices=SECURITY_NAMES,
     )
     verbose: int = _setting(
@@ -169,7 +169,7 @@ class Config:
     stall_report_s: float = _setting(
         "PS_STALL_REPORT",
         10.0,
-        "seconds after which a wait is reported, and a node that is connected but silent "
+        "seconds after which a wait is reported, or a node that is connected but silent "
         "because its interpreter is busy",
         above=0,
     )
@@ -255,16 +255,16 @@ class Config:
     torch_servers: int = _setting(
         "KVSTORE_TORCH_SERVERS",
         0,
-        "how many servers a PyTorch process group starts that others start (torchrun, mp.spawn); "
-        "0: one on each host",
+        "how many servers a PyTorch process group starts if torchrun or mp.spawn started its "
+        "processes; 0: one on each host",
         least=0,
         most=65_536,
     )
     torch_replaces: str = _setting(
         "KVSTORE_TORCH_REPLACES",
         "",
-        "names of torch.distributed backends, separated by commas (gloo,mpi), in whose place "
-        "`kvstore` is used; read when PyTorch is imported",
+        "names of torch.distributed backends that `kvstore` replaces, separated by commas "
+        "(gloo,mpi); read when PyTorch is imported",
     )
     pool_threads: int = _setting(
         "PS_POOL_THREADS", 2, "threads that add and update on servers", above=0, most=1024
@@ -302,7 +302,7 @@ class Config:
 
         Returns:
             The settings, and sentences about unknown names (:func:`unknown_names`). With
-            PS_VERBOSE=1 or more, also sentences about names of MXNet that have no effect here.
+            PS_VERBOSE=1 or more, also sentences about MXNet's names that have no effect here.
 
         Raises:
             ConfigError: a value is malformed, or the settings contradict each other.
@@ -350,7 +350,7 @@ class Config:
             _check_value(setting, getattr(self, setting.name))
 
     def checked(self) -> Config:
-        """Check the ranges and that the fields agree; return this value."""
+        """Check that fields are in range and do not contradict each other; return self."""
         self._check_ranges()
         if self.heartbeat_timeout_s > 0 and self.heartbeat_interval_s == 0:
             raise ConfigError(
@@ -406,7 +406,7 @@ def _check_value(setting: dataclasses.Field[Any], value: Any) -> None:
     limits = ("above", "least", "most", "choices")
     above, least, most, choices = map(setting.metadata.__getitem__, limits)
     expected = ""
-    # "not >" rather than "<=", so that NaN is refused as well.
+    # "not >" rather than "<=", so that NaN is rejected too.
     if value is None:
         return
     if above is not None and not value > above:

@@ -10,11 +10,11 @@
     ├── PeerError               a peer misbehaved
     │   ├── ProtocolError       it sent something that the wire format does not allow
     │   └── RemoteError         its code raised; the text carries its traceback
-    ├── NodeLostError           a peer is lost (or left while it was still needed)
+    ├── NodeLostError           a peer is lost, or it left while it was still needed
     ├── DeadlineError           time is up; the text names who has not answered
     └── ClosedError             the node was closed while (or before) the call ran
 
-Any other exception is a bug of this project. This file may not import other modules of the
+Any other exception is a bug in this project. This file must not import other modules of the
 project, so that every layer can raise these errors.
 """
 
@@ -82,7 +82,7 @@ class ClosedError(PSError):
 
 
 def unexpected(expected: str, found: object) -> ProtocolError:
-    """Return the error about data of a peer: what was expected, what came, what to do."""
+    """Return an error about invalid data from a peer: expected, found, what to do."""
     return ProtocolError(
         f"expected {expected}, got {found!r:.100}; run the same version of kvstore on all nodes"
     )
@@ -98,7 +98,7 @@ def describe(error: BaseException) -> tuple[str, str]:
         text = str(error)
     else:  # not str(error), which may raise an exception too
         text = "".join(traceback.format_exception(error)).rstrip()
-    # In Python, file names that are not UTF-8 hold lone surrogates, which cannot be encoded.
+    # Python reads file names that are not UTF-8 as lone surrogates, which cannot be encoded.
     return type(error).__name__, text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -128,9 +128,9 @@ def as_failure(error: BaseException) -> Exception:
 
 
 def told(error: BaseException | None) -> tuple[str, str, str, int]:
-    """Return the fields of an error in a message: kind, text, and the lost node.
+    """Return an error as the fields of a message: kind, text, and the lost node.
 
-    The lost node is its role and rank, or ``""`` and -1.
+    The lost node is a role and a rank; ``""`` and -1 if the error is not about a lost node.
     """
     kind, text = ("", "") if error is None else describe(error)
     lost = (error.role, error.rank) if isinstance(error, NodeLostError) else ("", -1)
@@ -138,10 +138,11 @@ def told(error: BaseException | None) -> tuple[str, str, str, int]:
 
 
 def rebuild(kind: str, message: str, *, role: str = "", rank: int = -1) -> PSError:
-    """Make an exception again from an error that a peer reported.
+    """Recreate an exception from the error that a peer reported.
 
-    ``kind`` is the name of the exception's class there. If the class belongs to this tree, the
-    result has the same class. Otherwise (code of a user or a library) it is a ``RemoteError``.
+    ``kind`` is the name of the exception's class on the peer. If that class belongs to this tree,
+    the result has the same class. Otherwise (user or library code raised it) the result is a
+    ``RemoteError``.
     """
     if kind == NodeLostError.__name__:
         return NodeLostError(message, role=role, rank=rank)

@@ -2,8 +2,8 @@
 
 A future completes exactly once, with a value or an error. The code that creates it must make sure
 of that (``node/customer.py``, ``plane/worker.py``). Callbacks run on the thread that completes the
-future. That is the I/O thread, so callbacks must be short and must not wait. This module does not
-know nodes.
+future. That is the I/O thread, so callbacks must be short and must not wait. This module knows
+nothing about nodes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Future(Generic[T]):
         self._error: BaseException | None = None
         self._callbacks: tuple[Callable[[Future[T]], None], ...] = ()
         self._on_error: tuple[Callable[[Future[T]], None], ...] = ()
-        #: The awaited event and the nodes that must answer, for the text of a time-out.
+        #: The awaited event and the nodes that must answer, for the error of a time-out.
         self.describe = describe
-        #: Called before a wait: requests that are held back to be joined are sent now.
+        #: Called before a wait, to send the requests that were held back to be joined.
         self.flush: Callable[[], None] | None = None
 
     def done(self) -> bool:
@@ -133,7 +133,7 @@ class Future(Generic[T]):
                 return
             try:
                 following = step(done._value)  # type: ignore[arg-type]
-            except BaseException as error:  # a thread that waits must not wait for ever
+            except BaseException as error:  # otherwise a waiting thread would wait for ever
                 result.set_error(error)
                 if _ends_the_script(error):
                     raise
@@ -145,7 +145,7 @@ class Future(Generic[T]):
         return result
 
     def or_else(self, step: Callable[[BaseException], Future[Any]]) -> Future[T]:
-        """Return a future that ends as this one; after an error, ``step`` runs first."""
+        """Return a future that ends like this one; after an error, ``step`` runs first."""
         result: Future[T] = Future(self.describer())
         result.flush = self.flush
 
@@ -257,8 +257,8 @@ def settled(futures: Iterable[Future[Any]]) -> Future[None]:
 def gather(futures: Iterable[Future[Any]]) -> Future[list[Any]]:
     """Make a future of all values in order, or of the first error in that order.
 
-    It completes once all ``futures`` have, also after an error, so that their buffers are no longer
-    in use.
+    Even after an error it completes only when all ``futures`` have completed, so that their buffers
+    are no longer in use.
     """
     waited = list(futures)
 

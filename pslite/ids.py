@@ -1,7 +1,7 @@
 """Names for the numbers that nodes exchange: roles, node ids, ranks, groups.
 
-The types are distinct, so that mypy rejects a rank in place of a node id. This module has only
-pure values and does not import other modules of the project. Read next: ``config.py``.
+The types are distinct, so that mypy rejects a rank in place of a node id. This module holds only
+pure values and imports no other module of the project. Read next: ``config.py``.
 
 Node ids are computed as in ps-lite (``include/ps/internal/postoffice.h``), whose logs print them:
 the scheduler is 1, server rank r is 2r+8, worker rank r is 2r+9, and 1, 2, 4 and their sums name
@@ -94,7 +94,7 @@ class NodeInfo(NamedTuple):
     machine: str
     """The identity of the running kernel, which tells hosts apart better than a name.
 
-    If PS_MACHINE is set, its value instead. Nodes with the same value then share a network
+    If PS_MACHINE is set, this is its value instead. Nodes with the same value then share a network
     connection, but perhaps not process ids.
     """
     pid: int

@@ -1,11 +1,11 @@
 """Checks of a process's limits: open files, memory, threads.
 
-They run before a node starts, so that the error says which limit to raise. libzmq aborts the
-process, or tries again for ever, if it cannot open a file.
+They run before a node starts, so that the error can say which limit to raise. If libzmq cannot
+open a file, it aborts the process or retries for ever.
 
-Open files were counted on Linux with pyzmq 27 (``/proc/PID/fd`` of real jobs): a node has four for
-each connection that it makes, one for each that it accepts, and up to seven more for the pipes and
-memory that two nodes of one machine share.
+Open files were counted on Linux with pyzmq 27 (``/proc/PID/fd`` of real jobs): a node opens four
+for each connection that it makes, one for each that it accepts, and up to seven more for the pipes
+and memory that two nodes of one machine share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from pslite.errors import ConfigError
 from pslite.ids import Role
 
-#: Files for shared memory, and files that scripts and libraries open for a moment.
+#: Files for shared memory, and files that scripts and libraries open briefly.
 _SPARE_FILES = 40
 _FILES_PER_PEER = 8
 _PROBED_BYTES = 16 << 20
@@ -53,8 +53,8 @@ def files_needed(role: Role, num_workers: int, num_servers: int) -> FilesNeeded:
 def allow_files(role: Role, num_workers: int, num_servers: int) -> None:
     """Raise the soft limit of open files for such a node, up to the hard limit.
 
-    Use it only in processes of this project, and not for a higher limit: child processes inherit
-    the limit, and some programs close every file number below it.
+    Call it only in processes of this project, and do not raise the limit further: child processes
+    inherit it, and some programs close every file number below it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = (_num_open() or 0) + files_needed(role, num_workers, num_servers).usual
@@ -87,7 +87,7 @@ def check_files(role: Role, num_workers: int, num_servers: int) -> str | None:
 
 
 def _how_to_raise(wanted: int) -> str:
-    """Return a text: the limit, and how to raise it to at least ``wanted``."""
+    """Return a text that names the limit and how to raise it to at least ``wanted``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     how = f"raise the limit with `ulimit -n {wanted}` before the start"
     if hard != resource.RLIM_INFINITY and hard < wanted:

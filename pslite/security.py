@@ -1,12 +1,12 @@
-"""The job's key: reading it, and deriving the keys of connections from it.
+"""Read the job's key, and derive the keys of connections from it.
 
 Every job has one key, a secret that only its nodes have. Only ``read_key`` reads it, from a small
 file, on the thread that starts the node. The key itself is never sent or logged, and is not part
-of any ``repr``. Tokens derived from it by BLAKE2b (RFC 7693) are sent. Each mechanism derives its
-own, so a token that somebody reads under PLAIN does not help under CURVE. ``Proofs`` are the
-proofs that two nodes send each other under PLAIN. ``docs/security.md`` says which attacks this
-prevents. ``van/zmq/authentication.py`` sets the options of ZeroMQ and checks the peers that
-connect. This module opens no socket.
+of any ``repr``. Nodes send only tokens derived from it by BLAKE2b (RFC 7693). Each mechanism
+derives its own tokens, so an attacker who reads a token under PLAIN cannot use it under CURVE.
+``Proofs`` makes the proofs that two nodes send each other under PLAIN. ``docs/security.md`` says
+which attacks this prevents. ``van/zmq/authentication.py`` sets the options of ZeroMQ and checks
+the peers that connect. This module opens no socket.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Proofs:
 
     Under PLAIN alone, a node would send its password to any listener. So each listener has its own
     password, which no other listener accepts. Then both ends prove that they know the secret, the
-    listener first. A proof is a BLAKE2b with the secret as its key, over the connection's name,
-    which is never used again, and over the listener's fresh random number. Nothing
-    that is sent can be used a second time, or with another listener.
+    listener first. A proof is a BLAKE2b hash of the connection's name, which is never used again,
+    and the listener's fresh random number, with the secret as the key. So nothing that is sent can
+    be used a second time, or with another listener.
     """
 
     NUMBER_BYTES = 16
@@ -112,7 +112,7 @@ class Proofs:
 
 
 def mechanism_of(config: Config) -> Mechanism | None:
-    """Return the mechanism that the settings select; ``None`` without a key.
+    """Return the mechanism that the settings select, or ``None`` without a key.
 
     Raises:
         ConfigError: the key cannot be used.
@@ -122,9 +122,9 @@ def mechanism_of(config: Config) -> Mechanism | None:
 
 
 def read_key(config: Config) -> bytes | None:
-    """Read the job's key from PS_JOB_KEY_FD or PS_JOB_KEY_FILE; ``None``: not set.
+    """Read the job's key from PS_JOB_KEY_FD or PS_JOB_KEY_FILE; ``None`` if not set.
 
-    White space around the key is removed, because editors add a line end.
+    White space around the key is removed, because editors add a newline.
 
     Raises:
         ConfigError: the key cannot be read, other users can read it, or it is too short or too
@@ -199,7 +199,7 @@ def _read_descriptor(descriptor: int, what: str) -> bytes:
 
 
 def _read(descriptor: int, what: str) -> bytes:
-    """Read up to the end, or until there is more than the longest key."""
+    """Read to the end, or until there are too many bytes for a key."""
     text = b""
     try:
         while len(text) <= 2 * MAX_KEY_BYTES and (more := os.read(descriptor, MAX_KEY_BYTES)):

@@ -3,7 +3,7 @@
 torchrun, ``mp.spawn`` and mpiexec start only workers. So the worker of rank 0 starts the scheduler,
 and the first worker of each machine starts a server (``kvstore/frameworks/torch/cluster.py``
 decides which). A child reads its settings and the job's key from one line of JSON on its standard
-input, so nothing of it is in an environment or on a command line.
+input, so that none of them are in an environment or on a command line.
 
 A child outlives a killed worker by PS_LOST_AFTER (the time after which a disconnected node is lost)
 plus ``GRACE_S``. So it can still tell the others which worker is lost, which is more useful than

@@ -52,7 +52,7 @@ _WITH_ITS_VALUE = re.compile(r"-[ns][0-9]+\Z|-H.")  # -n2, -Hhosts
 
 _DESCRIPTION = """\
 Start a job: one scheduler, the servers, and COMMAND once for each worker.
-Everything from COMMAND on is passed to the workers as it stands, without a shell."""
+COMMAND and everything after it is passed to the workers unchanged, without a shell."""
 
 _EXAMPLES = """\
 examples:
@@ -63,7 +63,7 @@ examples:
   %(prog)s -n 8 --launcher slurm --queue gpu --worker-gpus 1 python train.py
       as a job of Slurm; mpi, sge, yarn, ray and kubernetes likewise
   %(prog)s -n 2 --check python train.py
-      only look whether it could run; --dry-run prints what would run
+      only check whether it could run; --dry-run prints what would run
   %(prog)s -n 2 --env OMP_NUM_THREADS=4 --env-server PS_VERBOSE=1 python train.py
       with variables for all processes, and for the servers alone"""
 

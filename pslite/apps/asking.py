@@ -2,13 +2,13 @@
 
 An ``Asker`` sends one request to each of some nodes and completes one future when all have
 answered. It checks each request in the calling thread, so that nothing fails later on the I/O
-thread. It does not repeat messages or drop repeated ones; the channel does that. ``ask`` and
+thread. It does not resend messages or drop duplicates; the channel does that. ``ask`` and
 ``wait`` may be called from any thread; ``finish`` and callbacks run on the I/O thread.
 
 Received frames may be in the memory of the node that sent them (``memory/``). The frames of a
-request are valid until it is answered, the frames of an answer until ``finish`` has returned. The
-asker keeps the frames of a request unchanged until then, and the receiver copies what it needs
-longer. Read next: ``simple_app.py``, then ``kv_app.py``.
+request are valid until it is answered, and the frames of an answer until ``finish`` has returned.
+The asker keeps the frames of a request unchanged until then, and the receiver copies what it needs
+for longer. Read next: ``simple_app.py``, then ``kv_app.py``.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class Asker:
             frames: node id -> payload, unchanged until the future is done.
             finish: runs on the I/O thread. If it raises an exception, the future fails with it.
                 The frames of the replies are valid until it returns.
-            priority: the I/O thread sends waiting requests in the order of their priority, the
-                highest first; equal ones in the order of their calls.
+            priority: the I/O thread sends the waiting request with the highest priority first, and
+                requests of equal priority in the order of their calls.
             ask_one: a function that asks one node; by default one ``request``.
-            is_push: the closing node waits for this request, and raises its failure if no caller
-                has received the error.
+            is_push: a closing node waits for this request, and raises its error if no caller
+                has received it.
 
         Raises:
             UsageError: the cluster is not complete yet, or the request is too large.
@@ -92,7 +92,7 @@ class Asker:
             check_sizes(self.node, body, payload, "request fewer keys at once")
         send = ask_one or (lambda node: self.request(node, head, body, frames[node]))
         open_: dict[int, Future[dict[int, Reply]]] = {}
-        # The future refers to the frames until it is done, and the open requests to the future.
+        # The future keeps the frames alive until it is done, and the open requests keep the future.
         make = self.node.unheard.push if is_push else Future
         future: Future[T] = make(lambda: self._unanswered(frames, open_))
 
@@ -104,7 +104,7 @@ class Asker:
         with self._lock:
             heapq.heappush(self._heap, (-priority, next(self._sequence), start))
         self.node.io_queue.call(self._start_first)
-        # A node that has ended may never run a command that arrives after its last step.
+        # If the node has ended, it may never run a command that arrives after its last step.
         if self.node.error is not None:
             future.set_error(self.node.error)
         return future
@@ -239,7 +239,8 @@ def _join(
     left = len(asked)
 
     def keep(replies: dict[int, Reply]) -> dict[int, Reply]:
-        # Copy the frames: they may be invalid when the last reply arrives, which is used at once.
+        # Copy the frames, because they may be invalid when the last reply arrives. That one is
+        # used at once and needs no copy.
         nonlocal left
         left -= 1
         return replies if left == 0 else {node: _copied(one) for node, one in replies.items()}
@@ -257,7 +258,7 @@ def _settle(future: Future[T], done: Future[T]) -> None:
         future.set_error(error)
     else:
         future.set_result(done.result(0))
-    future.describe = "a request"  # frees the frames, which the old description refers to
+    future.describe = "a request"  # the old description keeps the frames alive
 
 
 def _merged(answers: Sequence[dict[int, Reply]]) -> dict[int, Reply]:

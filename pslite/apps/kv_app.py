@@ -8,9 +8,9 @@
 
     KVServer(node, app=0, handle=SumHandle())                        # on every server
 
-Each server owns a range of the keys, and a call is cut into one request per server. The handle of
-the server decides what a push does. Every request arrives once and is answered once (the channel
-ensures this). Calls may come from any thread. Callbacks run on the I/O thread, and handles on a
+Each server owns a range of the keys, and a call is cut into one request per server. The server's
+handle decides what a push does. Every request arrives once and is answered once (the channel
+ensures this). Any thread may make calls. Callbacks run on the I/O thread, and handles on a
 pool thread of the server, one request of an app at a time. Names and arguments are the same as in
 ps-lite's ``include/ps/kv_app.h``. Read next: ``kv_pairs.py`` for the rules of keys and values,
 ``kv_lists.py`` for why long lists of keys are sent once, ``kv_server.py``.
@@ -73,14 +73,14 @@ class KVWorker:
     NumPy arrays on the CPU, bool to complex: 1-D with the same number of elements for every key,
     2-D with one row per key, or 1-D with ``lens`` (int32 or int64, one length per key). All calls
     return a future at once. They take ``cmd`` (any number, for the handle), ``callback`` (called
-    once with the finished future, also after an error) and ``priority`` (the I/O thread sends
+    once with the finished future, even after an error) and ``priority`` (the I/O thread sends
     waiting requests with the highest priority first). Calls in flight at the same time may
     overtake each other: to pull the result of a push, wait for the push first.
 
     Args:
         node: a node with the role of a worker.
         app: the number of the ``KVServer`` on the servers.
-        customer: a number that distinguishes several ``KVWorker`` of one node; the handle gets it.
+        customer: a number that tells apart the ``KVWorker`` objects of a node; the handle gets it.
         cache_keys: remember the last long lists of keys (``kv_lists.py``: up to 16, 256 MiB
             together), here and on the servers. A call with the same keys then sends a number
             instead. The keys are compared each time, so you may change your array.
@@ -125,9 +125,10 @@ class KVWorker:
     ) -> Future[None]:
         """Send values to the servers; the future is done when their handles have returned.
 
-        The end of the node, or of the script, waits for the push. If the push fails and neither
+        The node, or the script, does not end before the push is done. If the push fails and neither
         the future nor ``callback`` has reported it, ``node.close()`` raises the error. If the
-        script ends without closing the node, it prints the error in a line and ends with code 120.
+        script ends without closing the node, it prints the error on one line and exits with code
+        120.
 
         Args:
             copy: False sends without a copy: keys, values and lens then belong to the worker
@@ -189,8 +190,8 @@ class KVWorker:
     ) -> Future[Values]:
         """Push and pull the same keys in one request; the handle gets both at once.
 
-        ``values``, ``lens`` and ``copy`` are as in ``push``. ``out`` and ``out_lens`` are as
-        ``values`` and ``lens`` in ``pull``. ``out`` may be ``values``.
+        ``values``, ``lens`` and ``copy`` are as in ``push``. ``out`` and ``out_lens`` are what
+        ``values`` and ``lens`` are in ``pull``. ``out`` may be ``values``.
         """
         listed = self._list_of(keys, copy)
         pairs = self._checked_pairs(listed, values, lens, copy)

@@ -2,9 +2,9 @@
 
 Training often requests the same keys again, or pulls the keys that it has just pushed. Then most
 of the sent bytes would be keys. So a worker numbers each long list of keys. Its first request to a
-server has the list and the number, later ones only the number (the key caching of Li et al.,
-"Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.2, which
-sends a hash). Both ends forget the least recently used list first. A server that lacks a list says
+server has the list and the number, later ones only the number. (This is the key caching of Li et
+al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.2, which
+sends a hash.) Both ends forget the least recently used list first. A server that lacks a list says
 so and gets the keys again. So forgetting costs time but never changes a result: a number always
 means the same list. Any thread may use ``SentLists``; ``ReceivedLists`` belongs to the thread that
 serves its app. Read next: ``kv_wire.py``.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from pslite.apps.kv_pairs import Keys, fault_in, same_keys
 from pslite.errors import ProtocolError
 
-#: Shorter lists are sent with every request: a search for them costs more than sending them.
+#: Shorter lists are sent with every request: looking them up costs more than sending them.
 MIN_KEYS = 8192
 #: How many lists are remembered for each app and worker, and their bytes in total.
 MAX_LISTS = 16
@@ -33,7 +33,7 @@ class ListName(NamedTuple):
     """The name of a key list between a worker and a server."""
 
     series: int
-    """A random number of each ``KVWorker``, so that names do not repeat after a restart."""
+    """A random number per ``KVWorker``, so that names do not repeat after a restart."""
     number: int
     """1, 2, 3, ...; 0 means no list."""
 
@@ -86,7 +86,7 @@ class RecentLists:
             self.nbytes -= oldest.keys.nbytes
 
 
-# -- a worker's -------------------------------------------------------------------------
+# -- on a worker ------------------------------------------------------------------------
 
 
 class SentLists:
@@ -124,7 +124,7 @@ class SentLists:
             self._recent = RecentLists()
 
 
-# -- a server's -------------------------------------------------------------------------
+# -- on a server ------------------------------------------------------------------------
 
 
 class ReceivedLists:
@@ -172,7 +172,7 @@ class ReceivedLists:
         return sum(arrays.values())
 
     def _twin(self, keys: Keys) -> ListedKeys | None:
-        """Find a list with the same keys, so that workers share its memory."""
+        """Find a known list with the same keys, so that workers share its memory."""
         return next((known for known in self._all() if same_keys(known.keys, keys)), None)
 
     def _all(self) -> Iterator[ListedKeys]:

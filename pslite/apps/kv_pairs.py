@@ -2,8 +2,8 @@
 
 All keys have values of the same length (1-D values with a whole number of elements per key, or 2-D
 values with one row per key), or ``lens`` has the length for each key. The same rules (``fault_in``
-and ``fault_in_values``) apply to callers, who get a ``UsageError``, and to received messages, where
-a breach is a ``ProtocolError``. Runs on any thread. Read next: ``kv_wire.py``.
+and ``fault_in_values``) apply to callers, who get a ``UsageError``, and to received messages, which
+raise a ``ProtocolError``. Runs on any thread. Read next: ``kv_wire.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Empty: TypeAlias = Callable[["int | tuple[int, ...]", DTypeLike], NDArray[Any]]
 #: Kinds of dtypes that values can have: bool, integers, floats, complex numbers.
 VALUE_KINDS = "biufc"
 
-#: Keys are compared in blocks of this many, which fit the processor's cache.
+#: Keys are compared in blocks of this many, which fit in the processor's cache.
 _BLOCK_KEYS = 65_536
 #: About how many keys are compared first, to see whether two lists may be equal.
 _SAMPLE_KEYS = 64
@@ -48,12 +48,12 @@ class KVPairs:
     lens: Lens | None = None
     """Shape (n,): the number of elements of each key; None: the same for all."""
     fresh: bool = False
-    """For a handle's answer: whether values and lens were made for it and will never change, so
+    """In a handle's answer: whether values and lens were made for it and will never change, so
     that they need not be copied."""
 
     @property
     def width(self) -> int:
-        """The number of elements per key, if all keys have the same; 0 without keys.
+        """The number of elements per key, if it is the same for all; 0 without keys.
 
         Raises:
             UsageError: the keys have different lengths (``lens``).
@@ -161,10 +161,10 @@ def as_keys(keys: ArrayLike) -> Keys:
 
 
 def _key_list(keys: Sequence[Any]) -> Keys:
-    """Make an array of Python integers. (NumPy makes floats of 0 next to 2^64-1.)"""
+    """Make an array of Python integers. (NumPy would turn [0, 2^64-1] into floats.)"""
     try:
         numbers = [operator.index(key) for key in keys]
-        if min(numbers, default=0) < 0:  # NumPy 1 would make a large number of it
+        if min(numbers, default=0) < 0:  # NumPy 1 would turn it into a large number
             raise OverflowError(f"{min(numbers)} is negative")
         return np.array(numbers, dtype=np.uint64)
     except (TypeError, OverflowError) as error:
@@ -198,7 +198,7 @@ def as_lens(lens: ArrayLike, empty: Empty | None) -> Lens:
 
 
 def owned(array: NDArray[Any], dtype: DTypeLike, empty: Empty | None) -> NDArray[Any]:
-    """Copy to a C-contiguous array made by ``empty``; with None, copy only if needed."""
+    """Copy to a C-contiguous array made by ``empty``; if it is None, only if needed."""
     if empty is None:
         return array.astype(dtype, order="C", copy=False)
     copy = empty(array.shape, dtype)
@@ -300,7 +300,7 @@ def fault_in_values(num_keys: int, values: Values, lens: Lens | None) -> str | N
         return None
     return (
         f"values of shape {values.shape} do not fit {num_keys} keys; pass a 1-D array with "
-        "equally many elements for each key, a 2-D array with one row for each key, or lens"
+        "the same number of elements for each key, a 2-D array with one row for each key, or lens"
     )
 
 

@@ -1,8 +1,8 @@
 """``KVServer``: pass the requests of ``KVWorker`` to a handle.
 
 Requests arrive on the I/O thread. Handles run on a pool thread, one request of an app at a time.
-After the answer, the arrays of a request are not used any more, because they may be in the worker's
-memory. Read next: ``kv_wire.py`` for the format of requests, ``kv_sum.py`` for a handle.
+The arrays of a request are not used after its answer, because they may be in the worker's memory.
+Read next: ``kv_wire.py`` for the format of requests, ``kv_sum.py`` for a handle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KVMeta(NamedTuple):
     app: int
     customer: int
     request_id: int
-    """The worker's number of the request (ps-lite's timestamp)."""
+    """The worker's number for the request (ps-lite's timestamp)."""
     empty: Empty = np.empty
     """Like ``numpy.empty``, for the arrays of an answer: puts large ones in shared memory."""
 
@@ -45,7 +45,7 @@ KVHandle: TypeAlias = Callable[[KVMeta, KVPairs], "KVPairs | Future[KVPairs | No
 """A function that takes a request and returns the values of a pull, or None.
 
 To answer later, it returns a future of that. The arrays of the request are read-only and stay
-valid as long as something refers to them. A handle that copies all it keeps should have an
+valid as long as something refers to them. A handle that copies everything it keeps should have an
 attribute ``borrows = True``. Then it gets arrays that may be in the worker's memory and are valid
 only until the request is answered.
 """

@@ -1,6 +1,6 @@
 """``SumHandle``: a handle for ``KVServer`` that adds up pushed values.
 
-One growing array has the values in the order of their arrival, and a sorted index has the keys. So
+One growing array holds the values in order of arrival, and a sorted index holds the keys. So
 a request needs one binary search for all its keys, and new keys move only the index, never the
 values. A row never changes its key, so the rows of a long list of keys are remembered as long as
 the list exists. The handle belongs to the one thread that calls it. (ps-lite's
@@ -119,7 +119,7 @@ class SumHandle:
             rows = self._rows
         else:
             at = np.searchsorted(self._keys, keys)
-            if len(self._keys):  # a key after the last one is compared with that, and differs
+            if len(self._keys):  # a key beyond the last is compared with the last, and differs
                 known = self._keys.take(at, mode="clip") == keys
             else:
                 known = np.zeros(len(keys), bool)
@@ -176,7 +176,7 @@ class _SeenLists:
     def note(self, keys: Keys, rows: NDArray[np.int64]) -> Rows:
         """Return the rows, as a slice if the list is long and they are neighbours.
 
-        They are noted if ``keys`` cannot change.
+        They are remembered if ``keys`` cannot change.
         """
         if len(keys) < MIN_KEYS:
             return rows

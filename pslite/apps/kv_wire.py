@@ -24,7 +24,7 @@ from pslite.wire.codec import pack_value, unpack_value
 _FLAT = -1
 
 Resolve = Callable[[ListName, "Keys | None"], "Keys | None"]
-"""A function of a list's name and its keys, if sent; returns checked keys, or None."""
+"""A function of a list's name and its keys, if sent. It returns checked keys, or None."""
 
 
 class Asked(NamedTuple):

@@ -5,10 +5,9 @@
     print(pslite.ask_status("127.0.0.1:9091").state)
 
 An ``Observer`` has one connection to the scheduler. If there is a job key, it uses the key and
-never tries without it. An observer does not have a rank, does not enter barriers and is not in the
-roster, so the job does not depend on it. It works on the caller's thread and does not start others
-(libzmq has its own). Every call ends within its time, with a ``Survey`` (``wire/survey.py``) or an
-error of one sentence.
+never tries without it. An observer has no rank, enters no barriers and is not in the roster, so the
+job does not depend on it. It works on the caller's thread and starts no others (libzmq has its
+own). Every call ends in time, with a ``Survey`` (``wire/survey.py``) or a one-sentence error.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Observer:
     Args:
         address: ``host:port`` of the scheduler; None takes the address in the settings
             (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT).
-        config: the settings of the key (``job_key_file``, ``job_key_fd``, ``security``); by default
+        config: the key's settings (``job_key_file``, ``job_key_fd``, ``security``); by default
             from the environment. Its ``job_id`` is used only if ``address`` is None: an address
             selects whatever job runs there.
 
@@ -68,7 +67,7 @@ class Observer:
         self._host, self._port = _host_and_port(address, config)
         self._job = config.job_id if address is None else ""
         self._incarnation = secrets.randbits(62) | 1
-        #: Time spent on the connection, which is subtracted from the first question's time.
+        #: The time that connecting took; it is subtracted from the first question's time.
         self._spent_s = 0.0
         self._question = 0
         self._is_heard = False

@@ -1,10 +1,10 @@
 """``SimpleApp``: send a number and some bytes to nodes, and get answers.
 
 Use it for commands and settings, not for bulk data (``kv_app.py``). An app is a number that both
-ends agree on. Handles run one at a time: on a server on a pool thread, on other nodes on the I/O
-thread, where they must be short and cannot wait. It behaves as ps-lite's
+ends agree on. Handles run one at a time: on a pool thread of a server, or on the I/O thread of
+other nodes, where they must be short and cannot wait. It behaves like ps-lite's
 ``include/ps/simple_app.h``, with two differences: if a handle fails, the asker gets an error, and
-every wait can have a limit.
+every wait can have a time limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SimpleData(NamedTuple):
     app: int
     customer: int
     request_id: int
-    """The asker's number of the request (ps-lite's timestamp)."""
+    """The asker's number for the request (ps-lite's timestamp)."""
 
     @property
     def text(self) -> str:
@@ -51,8 +51,8 @@ class SimpleApp:
         handle: returns the body of the answer, or None for an empty body. If it raises an
             exception, the asker gets a ``RemoteError`` with the traceback, or the same error if it
             is from ``pslite.errors``. Without a handle, every answer is empty.
-        customer: a number that distinguishes several askers of one node. Requests are sent to
-            customer 0, so only that one has a handle.
+        customer: a number that tells the askers of one node apart. Requests go to customer 0, so
+            only customer 0 has a handle.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SimpleApp:
             log_failure(node, self.registered)
 
     def request(self, head: int, body: str | bytes, receiver: int) -> Future[dict[int, bytes]]:
-        """Ask a node, or every node of a group (this one too, if it belongs to it).
+        """Ask a node, or every node of a group (including this one if it belongs to it).
 
         Args:
             head: any 64-bit integer.

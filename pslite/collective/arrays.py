@@ -1,4 +1,4 @@
-"""Arrays of collective calls: checks, and how they are cut into chunks.
+"""Arrays of collective calls: check them, and cut them into chunks.
 
 Pure; runs on any thread. Read next: ``communicator.py``.
 """
@@ -42,7 +42,7 @@ def checked(array: Array) -> Array:
 
 
 def one_for_each(arrays: Sequence[Array], size: int) -> list[Array]:
-    """Return a list of one array for each rank, of one dtype."""
+    """Return a list with one array for each rank; check that they have one dtype."""
     found = [checked(array) for array in arrays]
     dtypes = sorted({str(array.dtype) for array in found})
     if len(found) != size or len(dtypes) > 1:
@@ -54,7 +54,7 @@ def one_for_each(arrays: Sequence[Array], size: int) -> list[Array]:
 
 
 def checked_out(out: Array, like: Array) -> Array:
-    """Return an array that is filled with a result of the shape and dtype of ``like``."""
+    """Return ``out`` if a result with the shape and dtype of ``like`` can fill it."""
     checked(out)
     if out.shape != like.shape or out.dtype != like.dtype:
         raise UsageError(
@@ -147,7 +147,7 @@ def receivers(
 ) -> list[Array]:
     """Return the arrays to fill with the ``index``-th array of each of ``sources``.
 
-    ``like`` are of the dtype in which the caller knows them, if there are any.
+    New arrays have the dtype of ``like``, the caller's own arrays, if there are any.
 
     Raises:
         UsageError: one of ``outs`` does not fit.

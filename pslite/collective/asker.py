@@ -16,8 +16,8 @@ class CollectiveAsker(Asker):
     """Knows which server has which chunk of a group's calls.
 
     Args:
-        meets: whether all calls begin at one server, which can number them; may change between
-            calls that all ranks make.
+        meets: whether all calls begin at one server, which can number them. All ranks must change
+            it between the same two calls.
     """
 
     def __init__(self, node: Postoffice, *, meets: bool) -> None:

@@ -6,16 +6,18 @@
     total = group.all_reduce(gradient).result()
     group.broadcast(weights, root=0).result()                 # fills ``weights`` on the others
 
-The n-th call of a group is the same call on all its ranks, so they make the same calls in the same
-order; calls with a ``name`` are matched by it instead. Ranks that differ all get a
-``MismatchError``. Nothing has to be prepared on the servers: a call exists from the first rank's
-message to the last answer. Large arrays are cut into chunks, which go to the servers in turn. Any
-thread may call; answers are copied into arrays on the node's I/O thread. Where all workers of a
-group are on one machine, calls in order go by shared memory (``shared_memory_route.py``), with the
-same bits; on several machines by shared memory on each of them, and by the servers among them
-(``machines_route.py``); else by the servers. In a group made with ``any_order`` all large sums and
-broadcasts do (``ready_order.py``). This file checks arguments and chooses. Read next:
-``server_route.py``.
+The n-th call of a group is the same call on all its ranks, so they must make the same calls in the
+same order. Calls with a ``name`` are matched by the name instead. If the calls differ, all ranks
+get a ``MismatchError``. The servers need no preparation: a call exists from the first rank's
+message to the last answer. Large arrays are cut into chunks, which are spread over the servers. Any
+thread may call; answers are copied into arrays on the node's I/O thread.
+
+If all workers of a group are on one machine, calls in order use shared memory
+(``shared_memory_route.py``), and the results are equal bit for bit. If they are on several
+machines, calls in order use shared memory on each machine, and the servers between machines
+(``machines_route.py``). All other calls use the servers. In a group made with ``any_order``, all
+large sums and broadcasts can use shared memory (``ready_order.py``). This file checks arguments and
+chooses the route. Read next: ``server_route.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from pslite.protocol.collective import ANY, Absence, CallKey, CollectiveCall, Gr
 
 T = TypeVar("T")
 _JOIN = 1 << 40
-"""Calls are numbered again after each ``join``, from here on, twice this, and so on."""
+"""After the n-th ``join``, calls are numbered anew, from n times this."""
 
 # Guards the counts below, and the numbers of calls of all groups.
 _lock = threading.Lock()
@@ -63,17 +65,17 @@ _groups_made: weakref.WeakKeyDictionary[Postoffice, Counter[tuple[str, tuple[int
 class Communicator:
     """Makes collective calls in a group of workers. All of them return futures.
 
-    Arrays are C-contiguous NumPy arrays of a dtype in ``DTYPES``, also empty and 0-d ones. They
-    must not change until the future is done. ``bfloat16`` values are those of ``ml_dtypes``, or
-    uint16 arrays with ``dtype="bfloat16"``.
+    Arrays are C-contiguous NumPy arrays of a dtype in ``DTYPES``; they may be empty or 0-d. They
+    must not change until the future is done. For ``bfloat16``, pass arrays of ``ml_dtypes``, or
+    uint16 arrays and ``dtype="bfloat16"``.
 
     Args:
         node: the node of a worker, once the cluster is complete.
         ranks: workers' ranks in the job, in the group's order; None: all.
-        name: the same on all members. Groups with the same name and ranks are told apart by the
-            order in which each worker makes them.
-        rings: whether calls may go by shared memory; the same on all members.
-        any_order: whether large calls may go by shared memory also with a name, and in a group
+        name: the same on all members. Workers must make groups with the same name and ranks in the
+            same order, which tells these groups apart.
+        rings: whether calls may use shared memory; the same on all members.
+        any_order: whether large calls may use shared memory even with a name, and in a group
             whose members ``join``. They then begin with a question to a server. The same on all
             members.
 
@@ -115,7 +117,7 @@ class Communicator:
         any_order = any_order and rings
         self._servers = ServerRoute(node, self.rank, self.size, self._ended, meets=any_order)
         self._mail = Mail(node, self._group, self._servers.chunk_bytes(""))
-        #: Name -> how many calls of it there were; "" counts those that are matched by order.
+        #: Name -> the number of calls so far; "" counts the calls that are matched by order.
         self._counts: Counter[str] = Counter()
         self._names_under_way: set[str] = set()
         self._num_joins = 0
@@ -140,8 +142,9 @@ class Communicator:
     ) -> Future[Array]:
         """Combine the arrays of all ranks, in rank order; every rank gets the result.
 
-        Where ranks share some of several machines, each machine's are combined first, and then
-        the machines' in the order of their lowest ranks, unless PS_SUM_ON_MACHINES is 0.
+        If there are several machines and some ranks share one, each machine's arrays are combined
+        first. Then the machines' results are combined in the order of their lowest ranks.
+        PS_SUM_ON_MACHINES=0 turns this off.
 
         Args:
             op: sum, average, product, min, max, band, bor, bxor, or premul_sum, which
@@ -178,7 +181,7 @@ class Communicator:
         return self._make(call, name, [source], [result], result)
 
     def broadcast(self, array: Array, root: int, *, name: str | None = None) -> Future[Array]:
-        """Copy the array of rank ``root`` into ``array`` on the others; it is the result."""
+        """Copy the array of rank ``root`` into ``array`` on the others; return ``array``."""
         source = checked(array)
         call = CollectiveCall(
             "broadcast", "", dtype_name(source), (source.shape,), self._checked_root(root)
@@ -213,8 +216,8 @@ class Communicator:
         """Return the i-th array of rank ``root`` on rank i; shapes may differ, dtypes not.
 
         Args:
-            arrays: one for each rank on the root; None elsewhere.
-            out: where to write this rank's; None: a new array.
+            arrays: on the root, one for each rank; None on the other ranks.
+            out: where to write this rank's array; None: a new array.
         """
         call = CollectiveCall("scatter", root=self._checked_root(root))
         if (self.rank == root) != (arrays is not None):
@@ -245,7 +248,7 @@ class Communicator:
     def all_to_all(
         self, arrays: Sequence[Array], *, name: str | None = None
     ) -> Future[list[Array]]:
-        """Send the i-th array to rank i; returns one of each rank. Shapes may differ."""
+        """Send the i-th array to rank i; get one from each rank. Shapes may differ."""
         sources = one_for_each(arrays, self.size)
         call = CollectiveCall("all_to_all", dtype=dtype_name(sources[0]))
         return self._exchange(call, name, sources, range(self.size))
@@ -257,12 +260,13 @@ class Communicator:
     def join(self) -> Future[int]:
         """Stop sending data: count as zeros in ``all_reduce`` until all ranks have joined.
 
-        Completes with the rank that joined last; then this rank makes calls again. Meanwhile
-        averages divide by the size of the group, operations that zeros would change (min, max,
-        product, band) and all other calls end with an error, and this rank makes no calls.
+        Completes with the rank that joined last; then this rank may make calls again. Until then
+        it makes no calls. On the other ranks, averages still divide by the size of the group.
+        Operations that zeros would change (min, max, product, band) and all other calls end with
+        an error.
 
         Raises:
-            UsageError: the group's calls may go by shared memory, unknown to the servers.
+            UsageError: the group's calls may use shared memory, so the servers do not know them.
         """
         if self._rings is not None and self._rings.order is None:
             raise UsageError(
@@ -286,10 +290,10 @@ class Communicator:
         return self._servers.join(self._group, absence).map(begin_anew)
 
     def send(self, array: Array, to: int, tag: int = 0) -> Future[None]:
-        """Send an array to rank ``to``; done when its mailbox has it, or its ``recv``.
+        """Send an array to rank ``to``; done when its mailbox or its ``recv`` has it.
 
         Messages of one sender, receiver and tag arrive in the order of their calls. A mailbox
-        holds 64 MiB; what is beyond waits here.
+        holds 64 MiB; the rest waits at the sender.
         """
         self._check_open()
         rank = self._checked_root(to, "to")
@@ -298,10 +302,10 @@ class Communicator:
     def recv(
         self, source: int | None = None, tag: int = 0, *, out: Array | None = None
     ) -> Future[ReceivedArray]:
-        """Receive the oldest message with this tag, of rank ``source`` or of any.
+        """Receive the oldest message with this tag, from rank ``source`` or from any.
 
         Args:
-            out: where to write it: of the shape and dtype that were sent. None: a new array.
+            out: where to write it, with the shape and dtype that were sent. None: a new array.
         """
         self._check_open()
         rank = None if source is None else self.ranks[self._checked_root(source, "source")]
@@ -309,7 +313,7 @@ class Communicator:
         return self._mail.receive(rank, as_int64(tag, "a tag"), into)
 
     def close(self) -> None:
-        """Close the group; calls in flight by the servers continue."""
+        """Close the group; calls in flight through the servers continue."""
         if self.node.io_queue.is_forked:  # the rings are still its parent's
             return
         self._is_closed = True
@@ -328,8 +332,8 @@ class Communicator:
     ) -> Future[T]:
         """Make a call whose sizes all ranks know.
 
-        ``outgoing`` is what this rank sends, ``into`` is filled by the answers: nothing, or one
-        array; of arrays for each rank, that of this one.
+        This rank sends ``outgoing``, and the answers fill ``into``: no array, or one. If a call
+        has an array for each rank, that is this rank's.
         """
         return self._go(name, call, lambda route, key: route.make(key, call, outgoing, into, value))
 
@@ -343,7 +347,7 @@ class Communicator:
     ) -> Future[list[Array]]:
         """Make a call with arrays of any size; return one array from each of ``sources``.
 
-        ``outs`` are filled where they are given.
+        If ``outs`` are given, they are filled and returned.
         """
         return self._go(
             name, call, lambda route, key: route.exchange(key, call, outgoing, sources, outs)
@@ -352,7 +356,7 @@ class Communicator:
     def _go(
         self, name: str | None, call: CollectiveCall, make: Callable[[Route, CallKey], Future[T]]
     ) -> Future[T]:
-        """Number a call and make it by the way that such calls of this group go."""
+        """Number a call, and make it through the route for such calls of this group."""
         key = self._begin(name)
         try:
             if self._rings is None or not self._rings.takes(key, call):
@@ -405,7 +409,7 @@ class Communicator:
 
 
 def _number_of_group(node: Postoffice, name: str, ranks: tuple[int, ...]) -> int:
-    """Return how many groups of this name and these ranks the worker made before."""
+    """Return how many groups with this name and these ranks the worker made before."""
     with _lock:
         made = _groups_made.setdefault(node, Counter())
         made[name, ranks] += 1

@@ -1,4 +1,4 @@
-"""Frames that a server keeps beyond the answer to the request that they came with."""
+"""Frames that a server keeps after it has answered the request that brought them."""
 
 from __future__ import annotations
 

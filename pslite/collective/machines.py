@@ -1,7 +1,7 @@
 """The ranks on each machine, and the arrays of a machine as one row of bytes.
 
-A row is what a machine sends in all_gather. It begins with the length of what follows, the layouts
-of the arrays (``pack_layouts``), and then has the arrays. Pure; runs on any thread. Read next:
+A machine sends a row in all_gather. It begins with the length of the layouts, then has the layouts
+of the arrays (``pack_layouts``), then the arrays. Pure; runs on any thread. Read next:
 ``machines_route.py``.
 """
 
@@ -24,9 +24,9 @@ class Machines(NamedTuple):
 
     members: tuple[tuple[int, ...], ...]
     own: int
-    """This worker's machine."""
+    """The index of this worker's machine."""
     place: int
-    """Which of its machine's members this worker is."""
+    """The index of this worker among its machine's members."""
 
     @property
     def local(self) -> tuple[int, ...]:

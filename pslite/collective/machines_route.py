@@ -1,16 +1,17 @@
-"""The way of a group's collective calls when its workers are on several machines.
+"""The route of a group's collective calls if its workers are on several machines.
 
-The workers of each machine meet in shared memory first. One of them, the *leader*, exchanges the
-machine's sum with the other leaders by the servers, and hands the result to its neighbours. So a
-machine sends an array once, however many workers it has. Values are combined machine by machine, in
-the order of their lowest ranks, and by rank within each: other bits than in the order of ranks,
-and the same in each run (``docs/decisions/0038``).
+The workers of each machine first combine their values in shared memory. One of them, the *leader*,
+exchanges the machine's sum with the other leaders through the servers, and hands the result to its
+neighbours. So a machine sends an array once, however many workers it has. Within a machine, values
+are combined by rank, and the machines' results in the order of their lowest ranks. The bits may
+differ from those of a sum in rank order, but are the same in each run (``docs/decisions/0038``).
 
-Each machine has two rings (``memory/ring.py``): by the one values go up to the leader, by the other
-results come down, so that a call's way up need not wait for the last one's result. The parts of a
-large array follow each other: one is added up while the last is on the network, and the one before
-comes down. Every call in order has a place on both rings, also one that the servers carry out
-alone: so calls that differ are found. Any thread may call. Read next: ``server_route.py``.
+Each machine has two rings (``memory/ring.py``). Values go up to the leader on one, and results come
+down on the other, so that a call can go up before the last call's result has come down. The parts
+of a large array follow each other: while one part is added up, the part before it is on the
+network, and the part before that comes down. Every call in order takes its turn on both rings, even
+if the servers alone carry it out, so that differing calls are detected. Any thread may call. Read
+next: ``server_route.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pslite.protocol.collective import ANY, CallKey, CollectiveCall, GroupKey, L
 T = TypeVar("T")
 _FOREVER = 1 << 62
 _CHANGED_BY_MACHINE = ("average", "premul_sum")
-"""Operations that change each value, and then add up."""
+"""Operations that change each value before adding up."""
 
 
 def _take_nothing(start: int, pieces: list[Bytes]) -> None:
@@ -53,23 +54,23 @@ class _Plan(NamedTuple):
     step: CollectiveCall
     """The call among the leaders."""
     sent: list[Bytes]
-    """What the leader sends, once it is there."""
+    """The arrays that the leader sends once they are ready."""
     filled: list[Bytes]
-    """What the answers to the leader fill."""
+    """The arrays that the answers to the leader fill."""
     begin: int = 0
-    """Where that begins in what all leaders get together."""
+    """The offset of ``filled`` in the results of all leaders together."""
     up: Callable[[Progress], Future[None]] | None = None
-    """Has the machine's values go up to the leader; None: there are none."""
+    """Sends the machine's values up to the leader; None: there are none."""
     down: Take = _take_nothing
-    """Takes the result from the leader, on the others."""
+    """Takes the result from the leader, on the other ranks."""
     finish: Callable[[], None] = lambda: None
     """Puts the leader's own part of the result into its place."""
 
 
 class MachinesRoute:
-    """Makes the calls of one rank by its machine's rings and, on leaders, the servers.
+    """Makes one rank's calls through its machine's rings and, on leaders, the servers.
 
-    ``up`` and ``down`` are connected to the other ranks of this machine; None where it has none.
+    ``up`` and ``down`` are connected to the other ranks of this machine; None if it has none.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class MachinesRoute:
         self._leaders = tuple(group.ranks[each[0]] for each in machines.members)
         self._is_leader = machines.place == 0
         if down is not None and not self._is_leader:
-            down.ring.note_arrival(_FOREVER)  # only leaders wait for what arrives
+            down.ring.note_arrival(_FOREVER)  # only leaders wait for arriving data
 
     def close(self, error: BaseException | None = None) -> None:
         """Release the rings; unfinished calls fail with ``error``."""
@@ -153,12 +154,12 @@ class MachinesRoute:
     def _lead(
         self, key: CallKey, call: CollectiveCall, plan: _Plan, down: SharedMemoryDriver
     ) -> list[Future[None]]:
-        """Send what comes up to the servers, and hand the answers down."""
+        """Send the values that come up to the servers, and hand the answers down."""
         result = plan.filled[0] if plan.filled else np.empty(0, np.uint8)
         stream = Stream(down.ring, result)
         end = plan.begin + len(result)
 
-        def answered(upto: int) -> None:  # the last byte waits for the end: all get one error
+        def answered(upto: int) -> None:  # the last byte waits for the end, as all get one error
             if plan.begin < upto:
                 stream.grow(min(upto, end - 1) - plan.begin)
 
@@ -183,7 +184,7 @@ class MachinesRoute:
     ) -> Future[list[Array]]:
         """Gather arrays on each leader, then on all leaders, then on all ranks."""
         own = layout_of([array])
-        rows: list[Bytes] = []  # on the leader the machine's, on the others what comes down
+        rows: list[Bytes] = []  # on the leader: the machine's row
 
         def taking(calls: Sequence[Description]) -> Take:
             row, places = empty_row([unpack_layouts(each.note, 1)[0] for each in calls])
@@ -239,7 +240,7 @@ class MachinesRoute:
         return gather([whole, handed]).map(lambda found: finish(found[0]))
 
     def _watched(self, key: CallKey, call: CollectiveCall, future: Future[T]) -> Future[T]:
-        """Return the future of a call, which says for whom it waits."""
+        """Return a call's future, whose text names the ranks that it waits for."""
         wait = self._servers.waits.begin(key.text(call), key)
         future.describe = wait.text
         future.on_done(lambda _: self._servers.waits.end(wait))
@@ -252,7 +253,7 @@ class MachinesRoute:
         return self._servers.step(key, call, step, plan.sent, plan.filled, answered)
 
     def _agreeing(self, key: CallKey, call: CollectiveCall) -> Callable[[Progress], Future[None]]:
-        """Return what only compares the calls of this machine's ranks."""
+        """Return a function that only compares the calls of this machine's ranks."""
         return self._gathering(key, call, [], 0, lambda _: _take_nothing)
 
     def _gathering(
@@ -263,7 +264,7 @@ class MachinesRoute:
         nbytes: int,
         taking: Callable[[Progress], Take],
     ) -> Callable[[Progress], Future[None]]:
-        """Return what has all ranks of this machine read each other's pieces."""
+        """Return a function that lets this machine's ranks read each other's pieces."""
 
         def begin(progress: Progress) -> Future[None]:
             assert self._up is not None
@@ -277,7 +278,7 @@ class MachinesRoute:
     def _reducing(
         self, key: CallKey, call: CollectiveCall, values: Bytes, total: Bytes
     ) -> tuple[Bytes, Callable[[Progress], Future[None]] | None]:
-        """Return the machine's sum, as it will lie on the leader, and what has it made."""
+        """Return the leader's buffer for the machine's sum, and a function to compute it."""
         added = call._replace(op="sum") if _is_divided_last(call) else call
         dtype, reduce, up = DTYPES[call.dtype], reducing(added, self._size), self._up
         array = values.view(dtype)
@@ -368,12 +369,12 @@ def _among_leaders(call: CollectiveCall) -> CollectiveCall:
 
 
 def _is_divided_last(call: CollectiveCall) -> bool:
-    """Return whether ranks divide the whole sum, so that integers lose no remainders."""
+    """Return whether ranks divide only the total, so that machines lose no remainders."""
     return call.op == "average" and call.dtype != BFLOAT16 and DTYPES[call.dtype].kind in "iu"
 
 
 def _copying(*places: Bytes, begin: int = 0) -> Take:
-    """Return a function that fills ``places`` from ``begin`` of a stream."""
+    """Return a function that fills ``places`` from offset ``begin`` of a stream."""
 
     def take(start: int, pieces: list[Bytes]) -> None:
         for place in places:

@@ -1,8 +1,8 @@
-"""``send`` and ``recv`` of a ``Communicator``: messages by way of a server.
+"""``send`` and ``recv`` of a ``Communicator``: messages through a server.
 
-A message is cut into letters. The receiver's box is on one server; at most ``WINDOW_BYTES`` of
-letters to it are on the way and not kept there, the others wait here. Any thread may call; what
-arrives is copied into arrays on the node's I/O thread. Read next: ``protocol/mailbox.py``.
+A message is cut into letters. The receiver's box is on one server. At most ``WINDOW_BYTES`` of
+letters to it are in flight and not yet kept there; the others wait here. Any thread may call;
+letters are copied into arrays on the node's I/O thread. Read next: ``protocol/mailbox.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReceivedArray(NamedTuple):
     tag: int
     array: Array
     dtype: str
-    """The name of its dtype; the array of ``bfloat16`` has items of uint16, without an ``out``."""
+    """The name of its dtype; for ``bfloat16`` the array is uint16, unless ``out`` was given."""
 
 
 class _Outgoing(NamedTuple):
@@ -63,9 +63,9 @@ class Mail:
         self._group = group
         self._step = letter_bytes
         self._asker = Asker(node, MAILBOX_APP)
-        # Guards what follows; an answer may come while a letter is handed over.
+        # Guards the rest; reentrant, because an answer may arrive while a letter is handed over.
         self._lock = threading.RLock()
-        #: (Receiver, tag) -> how many messages were sent; tag -> how many were asked for.
+        #: (Receiver, tag) -> the number of messages sent; tag -> the number requested.
         self._sent: Counter[tuple[int, int]] = Counter()
         self._asked: Counter[int] = Counter()
         self._queues: dict[int, deque[_Outgoing]] = {}
@@ -100,7 +100,7 @@ class Mail:
         return future
 
     def receive(self, source: int | None, tag: int, out: Array | None) -> Future[ReceivedArray]:
-        """Receive the oldest message of a tag; ``source`` None: of any sender."""
+        """Receive the oldest message of a tag; ``source`` None: from any sender."""
         whom = "any worker" if source is None else f"worker {source}"
         future: Future[ReceivedArray] = Future(f"a message of {whom} with tag {tag}")
 
@@ -175,7 +175,7 @@ class Mail:
                 self._unkept_bytes[to] -= len(letter.piece)
                 if done.error() is None:
                     self._send_more(to)
-                else:  # what follows would fail alike
+                else:  # the letters after it would fail too
                     ended += self._queues.pop(to, ())
             for each in ended:
                 each.done(done)

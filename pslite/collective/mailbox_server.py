@@ -1,7 +1,7 @@
 """The server's side of ``send`` and ``recv``: keeps letters until requested.
 
-Runs on the I/O thread. A letter that lies in its sender's memory is copied before the sender is
-told that it is kept. Read next: ``mailbox.py``, the worker's side.
+Runs on the I/O thread. A letter in its sender's memory is copied before the sender is told that it
+is kept. Read next: ``mailbox.py``, the worker's side.
 """
 
 from __future__ import annotations
@@ -75,4 +75,4 @@ class MailboxServer:
         mail = effect.letter
         body = pack_letter(mail.head, self._node.config.num_workers)
         effect.request.respond(body, kept(self._node, mail.frames))
-        mail.incoming.respond()  # where that was not done when it was kept
+        mail.incoming.respond()  # unless that was done when it was kept

@@ -1,7 +1,7 @@
-"""One collective call under way: its chunks, and the future of all of them.
+"""One collective call in flight: its chunks, and one future for all of them.
 
-Chunks are sent by the caller's thread, or by the node's I/O thread once it knows how many there
-are; answers arrive there. Read next: ``server.py``.
+The caller's thread sends the chunks, or the node's I/O thread does once it knows how many there
+are. Answers arrive on the I/O thread. Read next: ``server.py``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pslite.protocol.collective import CallKey, CollectiveCall, LeadersStep
 T = TypeVar("T")
 
 _STAGED_BYTES = 1 << 16
-"""Smaller pieces are sent sooner than copied to where servers can read them."""
+"""Smaller pieces are sent as bytes: copying them to shared memory takes longer."""
 
-# Guards the counts of all calls, which are short work.
+# Guards the counts of all calls; it is held only briefly.
 _lock = threading.Lock()
 
 
@@ -50,7 +50,7 @@ def as_frame(node: Postoffice, piece: Bytes, server: int) -> memoryview:
 
 
 ChunkRequest = tuple[Sequence[Bytes], Callable[[Reply], None], ArrayLayout | None]
-"""What this rank sends, what takes the answer, and for a first chunk its arrays in words."""
+"""The pieces that this rank sends, a function for the answer, and a first chunk's layout."""
 
 
 class CallUnderWay(Generic[T]):
@@ -83,7 +83,7 @@ class CallUnderWay(Generic[T]):
             self.future.describe = self._wait.text
 
     def start(self, requests: Sequence[ChunkRequest]) -> None:
-        """Send these chunks, the first or the next ones."""
+        """Send these chunks: the first ones or the next ones."""
         first = self.expect(len(requests))
         for chunk, request in enumerate(requests, first):
             self.send(chunk, request)
@@ -128,7 +128,7 @@ class CallUnderWay(Generic[T]):
         frames = [as_frame(self._asker.node, piece, server) for piece in pieces]
 
         def finish(replies: dict[int, Reply]) -> None:
-            if not self.future.done():  # else the arrays are the caller's again
+            if not self.future.done():  # otherwise the arrays belong to the caller again
                 take(replies[server])
 
         asked = self._asker.ask(CALL, body, {server: frames}, finish)
@@ -139,7 +139,7 @@ class CallUnderWay(Generic[T]):
         with _lock:
             self._unanswered.discard(chunk)
             is_last = not self._unanswered
-        if self.future.done():  # with an error, and the call's name may be in use again
+        if self.future.done():  # it failed, and the call's name may be in use again
             return
         if error is not None:
             self.fail(error)

@@ -1,10 +1,10 @@
-"""``ReadyOrder``: one order for calls that each rank makes in an order of its own.
+"""``ReadyOrder``: one order for calls that each rank makes in its own order.
 
 Rings need calls in the same order on all ranks. So a rank asks a server before a call. The server
-answers once all ranks have asked for it, and its answers number the calls; each rank begins them by
-their numbers. This is what Horovod's coordinator does. A call that waits for a rank delays no
-other. Where a rank has joined there are no numbers, and calls go by the servers. Any thread may
-call; answers arrive on the node's I/O thread. Read next: ``protocol/collective.py``.
+answers once all ranks have asked about it. Its answers number the calls, and each rank begins them
+in the order of their numbers. This is what Horovod's coordinator does. A call that waits for a rank
+delays no other call. If a rank has joined, there are no numbers, and calls use the servers. Any
+thread may call; answers arrive on the node's I/O thread. Read next: ``protocol/collective.py``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pslite.protocol.collective import CallKey, CollectiveCall
 T = TypeVar("T")
 
 _LEAST_BYTES = 1 << 17
-"""The servers carry smaller calls out in the time of a question and its answer."""
+"""The servers carry out smaller calls in the time of a question and its answer."""
 
 
 def is_worth_asking(call: CollectiveCall) -> bool:
-    """Return whether a call has many bytes, as all ranks know before it."""
+    """Return whether a call is large enough, judged by sizes that all ranks know."""
     return sum(map(math.prod, call.shapes)) * DTYPES[call.dtype or "uint8"].itemsize >= _LEAST_BYTES
 
 
@@ -36,10 +36,10 @@ class ReadyOrder:
     def __init__(self, servers: ServerRoute, ended: Callable[[CallKey], None]) -> None:
         self._servers = servers
         self.ended = ended
-        # Guards the next two; held while calls begin, so that they begin in order.
+        # Guards the next two. It is held while calls begin, so that they begin in order.
         self._lock = threading.RLock()
         self._next = 1
-        #: Number -> what begins that call, once it is the next.
+        #: Number -> the future that begins that call once it is next.
         self._early: dict[int, Future[None]] = {}
 
     def make(
@@ -53,12 +53,12 @@ class ReadyOrder:
         made = self._servers.ready(key, call).then(
             lambda number: self._in_turn(number, in_order) if number else by_servers()
         )
-        # Without ``flush``: a caller that Ctrl-C interrupts in a step would end the group.
+        # Without ``flush``: if Ctrl-C interrupted the caller in a step, that would end the group.
         result: Future[T] = Future(lambda: made.what)
 
         def end(done: Future[T]) -> None:
             self.ended(key)
-            result.describe = done.describer()  # without the value
+            result.describe = done.describer()  # does not keep the value alive
             result._adopt(done)
 
         made.on_done(end)

@@ -1,11 +1,11 @@
-"""Opens the rings of a group's workers, and decides by which way its calls go.
+"""Opens the rings of a group's workers, and decides which route its calls take.
 
-The first call of a group has every rank make rings (``memory/ring.py``) and exchange tickets
-through the servers, by calls of a name that users cannot choose. Where all could map the rings of
-all on their machine, calls in order go by them from then on; else by the servers. All ranks decide
-alike, since each knows of all whether they could. A group whose calls come in any order opens its
-rings when it is made: a rank's first large call may be late, or not come. Read next:
-``shared_memory_route.py`` for one machine, ``machines_route.py`` for several.
+At the first call of a group, every rank makes rings (``memory/ring.py``) and exchanges tickets
+through the servers, in calls whose names users cannot choose. If every rank could map the rings of
+all ranks on its machine, calls in order use the rings from then on; otherwise the servers. All
+ranks decide alike, because each learns whether all the others could. A group whose calls come in
+any order opens its rings when it is made, because a rank's first large call may be late, or never
+come. Read next: ``shared_memory_route.py`` for one machine, ``machines_route.py`` for several.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from pslite.wire.codec import pack_value, unpack_value
 T = TypeVar("T")
 
 SLOT_BYTES = 1 << 19
-"""Of a chunk: four of them and of their results stay in a processor's cache."""
+"""The bytes of a chunk: four chunks and their results stay in a processor's cache."""
 _TICKETS, _MAPPED = "\0tickets", "\0mapped"
-"""The names of the calls. Their number is 0, which no ``join`` covers: every rank makes them."""
+"""The names of the calls that open the rings. Their number is 0, which no ``join`` covers, so every
+rank makes them."""
 RingsRoute = SharedMemoryRoute | MachinesRoute
 Route = ServerRoute | RingsRoute
 
 
 def machines_of(node: Postoffice, ranks: Sequence[int]) -> Machines:
-    """Return which ranks of a group of workers share a machine, as the roster has it."""
+    """Return which ranks of a group of workers share a machine, by the roster."""
     found: dict[str, list[int]] = {}
     for index, rank in enumerate(ranks):
         info = node.membership.node(node_id(Role.WORKER, rank))
@@ -54,15 +55,15 @@ def machines_of(node: Postoffice, ranks: Sequence[int]) -> Machines:
 
 
 class RingOpening:
-    """Opens the rings of a group, and makes its calls by them.
+    """Opens the rings of a group, and makes its calls through them.
 
     Calls of a group without ``order`` come in the same order on all ranks, and the first one opens
     the rings. In a group with ``order``, calls wait until its rings are open.
 
     Args:
-        machines: where the ranks are; several of them on one, at least.
-        servers: the way by the servers.
-        order: makes one order of the calls of all ranks.
+        machines: the machines of the ranks; at least one has several ranks.
+        servers: the route through the servers.
+        order: puts the calls of all ranks into one order.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RingOpening:
         self.order = order
         self._rings: list[Ring] = []
         self._route: RingsRoute | None = None
-        # Guards the rest: calls go out in the order in which they were made.
+        # Guards the rest, so that calls begin in the order in which they were made.
         self._lock = threading.RLock()
         self._opened: Future[RingsRoute | None] | None = None
         self._is_open = self._is_closed = False
@@ -89,13 +90,13 @@ class RingOpening:
             self._begin()
 
     def takes(self, key: CallKey, call: CollectiveCall) -> bool:
-        """Return whether the rings decide the way of a call."""
+        """Return whether the state of the rings decides the route of a call."""
         return self.order is not None or not key.name
 
     def call(
         self, key: CallKey, call: CollectiveCall, make: Callable[[Route], Future[T]]
     ) -> Future[T]:
-        """Make a call by the rings, or by the servers: now, or once it is known which."""
+        """Make a call through the rings or the servers, once it is known which."""
         with self._lock:
             if not self._is_open:
                 result: Future[T] = Future(
@@ -106,7 +107,7 @@ class RingOpening:
                 self._waiting.append(lambda: self._forward(result, key, call, make))
                 self._begin()
                 return result
-            if self.order is None:  # in order, with the lock
+            if self.order is None:  # with the lock, so that calls stay in order
                 return self._make(key, call, make)
         return self._make(key, call, make)
 
@@ -119,7 +120,7 @@ class RingOpening:
             assert route is not None
             try:
                 return make(route)
-            except BaseException as error:  # this rank's later calls would be out of step
+            except BaseException as error:  # this rank's later calls would not match the others'
                 route.close(error)
                 raise
 
@@ -153,7 +154,7 @@ class RingOpening:
                 for _ in range(1 if is_one else 2 if len(self._machines.local) > 1 else 0):
                     self._rings.append(Ring(SLOT_BYTES))
                 ticket = pack_value([_fields(ring.ticket) for ring in self._rings])
-            except OSError:  # no memory, or no open files: the servers need neither
+            except OSError:  # no more memory or open files; the servers need neither
                 pass
         self._node.finished.on_done(lambda _: self.close(self._node.error))
         tickets = self._gather(_TICKETS, ticket)
@@ -163,16 +164,16 @@ class RingOpening:
         return self._servers.gather_bytes(CallKey(self._group, name, 0), data)
 
     def _map(self, tickets: list[bytes]) -> bytes:
-        """Map the rings of this machine; return whether that worked, as all will know."""
+        """Map this machine's rings; return whether that worked, for all ranks to learn."""
         if not all(tickets):
             return b"\0"
         local = self._machines.local
-        with self._lock:  # or a thread that closes the group would close rings meanwhile
+        with self._lock:  # otherwise a thread that closes the group could close rings meanwhile
             try:
                 offered = [_tickets(tickets[rank], len(self._rings)) for rank in local]
                 for index, ring in enumerate(self._rings):
                     ring.connect(self._machines.place, [each[index] for each in offered])
-            except (OSError, ProtocolError):  # another space of process ids, or another user
+            except (OSError, ProtocolError):  # another process-id namespace, or another user
                 return b"\0"
             return b"\0" if self._is_closed else b"\1"
 
@@ -206,7 +207,7 @@ class RingOpening:
         return mismatch(self._group, ranks[first], called, ranks[rank], differs)
 
     def _why_over(self, ranks: Sequence[int]) -> BaseException | None:
-        """Return why a wait for these ranks of the machine cannot end, where that is so."""
+        """Return why a wait for these ranks of the machine cannot end; None if it can."""
         if self._node.error is not None:
             return self._node.error
         gone = self._node.membership.gone

@@ -1,9 +1,9 @@
 """The server's side of collective calls: computes rounds and answers ranks.
 
-Requests arrive on the I/O thread and wait there for the other ranks' (``CallMatcher``); small
-rounds are computed right there, others on the pool. The ranks' values are read where they lie,
-which may be in the workers' memory, and nothing of them is kept beyond the answer. Read next:
-``communicator.py``, the worker's side.
+Requests arrive on the I/O thread and wait there for those of the other ranks (``CallMatcher``).
+Small rounds are computed there, others on the pool. The ranks' values are read in place, which may
+be in the workers' memory, and are not kept after the answer. Read next: ``communicator.py``, the
+worker's side.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pslite.protocol.collective import (
     Compute,
 )
 
-#: Rounds of at most this many bytes are computed sooner than handed to another thread.
+#: Rounds of at most this many bytes stay on the I/O thread: handing them over takes longer.
 _QUICK_BYTES = 1 << 18
 
 Frames = Sequence[Any]
@@ -67,7 +67,7 @@ class CollectiveServer:
 
     Args:
         node: a node with the role of a server, running or being prepared.
-        add_up: adds the ranks' values up where it can, on any thread of the pool.
+        add_up: adds up the ranks' values if it can, on any thread of the pool.
     """
 
     def __init__(self, node: Postoffice, add_up: AddUp = lambda *_: False) -> None:
@@ -79,7 +79,7 @@ class CollectiveServer:
         self._add_up = add_up
         self._matcher: CallMatcher[_Message] = CallMatcher()
         self._known_gone: set[int] = set()
-        #: Completes once this app takes requests; an error when there is one already.
+        #: Completes once this app accepts requests; fails if its number is in use.
         self.registered: Future[None] = node.io_queue.perform(self._register)
         log_failure(node, self.registered)
 
@@ -154,11 +154,11 @@ class CollectiveServer:
             answers = _SHARES[round_.call.kind](self, round_, frames)
             layouts = [message.layout for message in round_.messages if message.layout is not None]
             body = pack_layouts(layouts) if layouts else b""
-        except BaseException as error:  # who waits for the round must not wait for ever
+        except BaseException as error:  # otherwise the ranks would wait for ever
             for message in round_.messages:
                 message.incoming.fail(error)
             return
-        # Only now: what is answered frees the memory in which its values lie.
+        # Only now, because an answer frees the memory that holds the request's values.
         for message, answer in zip(round_.messages, answers, strict=True):
             message.incoming.respond(body, answer)
 

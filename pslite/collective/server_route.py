@@ -1,7 +1,7 @@
-"""Collective calls by the servers: sends arrays in chunks, fills in the answers.
+"""Collective calls through the servers: chunks of arrays, and their answers.
 
-A call is a request to a server for each chunk, and the server's answers. ``Communicator`` takes
-this way where a group has no rings, and for calls that need no order. Any thread may call; answers
+A call is one request to a server for each chunk, and the servers' answers. ``Communicator`` uses
+this route if a group has no rings, and for calls that need no order. Any thread may call; answers
 are copied into arrays on the node's I/O thread. Read next: ``pending_call.py``, then ``server.py``.
 """
 
@@ -50,15 +50,15 @@ from pslite.protocol.collective import (
 
 T = TypeVar("T")
 Progress = Callable[[int], None]
-"""Hears how many bytes are there, from the beginning."""
+"""A function that is told how many bytes, from the beginning, are ready."""
 COLLECTIVE_CHUNKS = 4
-"""A message brings at most this many times PS_CHUNK_BYTES of an array."""
+"""A message has at most this many times PS_CHUNK_BYTES of an array."""
 _LEAST_STEP = 1024
-"""Of arrays whose sizes differ, a message brings at least this many bytes."""
+"""If the sizes of arrays may differ, a message has at least this many bytes of them."""
 
 
 class ServerRoute:
-    """Makes the calls of one rank by the servers; calls ``ended`` after each.
+    """Makes the calls of one rank through the servers; calls ``ended`` after each.
 
     With ``meets``, all calls of the group begin at one server, and ``ready`` may be used.
     """
@@ -86,7 +86,7 @@ class ServerRoute:
         into: Sequence[Array],
         value: T,
     ) -> Future[T]:
-        """Cut the arrays, alike on all ranks, and send the chunks to the servers."""
+        """Cut the arrays in the same way on all ranks, and send the chunks."""
         under_way = self._under_way(key, call, value)
         sent, filled = list(map(flat, outgoing)), list(map(flat, into))
         under_way.start([request for _, request in self._cut(call, self._rank, sent, filled)])
@@ -101,10 +101,10 @@ class ServerRoute:
         filled: Sequence[Bytes],
         answered: Progress,
     ) -> tuple[CallUnderWay[None], Progress]:
-        """Make the leaders' step of a call, whose values come bit by bit.
+        """Make the leaders' step of a call whose values become ready bit by bit.
 
-        Returns the step, and what is told how many bytes of them are there. ``answered`` hears to
-        where all is answered.
+        Returns the step, and a function to call with the number of bytes that are ready.
+        ``answered`` is called with the number of bytes, from the beginning, that are answered.
         """
         place = step.leaders.index(self._asker.node.rank)
         requests = self._cut(step.call, place, sent, filled)
@@ -135,7 +135,7 @@ class ServerRoute:
     def _cut(
         self, call: CollectiveCall, rank: int, sent: Sequence[Bytes], filled: Sequence[Bytes]
     ) -> list[tuple[int, ChunkRequest]]:
-        """Return the chunks of a call whose sizes all know, and where each of them ends."""
+        """Return the chunks of a call whose sizes all ranks know, and where each ends."""
         lengths = [math.prod(shape) * DTYPES[call.dtype].itemsize for shape in call.shapes]
         index = rank if len(lengths) > 1 else 0
         requests: list[tuple[int, ChunkRequest]] = []
@@ -157,7 +157,7 @@ class ServerRoute:
         text: str | None = None,
         leaders: LeadersStep | None = None,
     ) -> Future[list[Array]]:
-        """Send the first chunk, whose answer says what the others send, and then the rest."""
+        """Send the first chunk; its answer says what the others send. Then send the rest."""
         size = self._size if leaders is None else len(leaders.leaders)
         step = max(self.chunk_bytes("") // size, _LEAST_STEP)
         sent = list(map(flat, outgoing))
@@ -190,7 +190,7 @@ class ServerRoute:
     def ready(self, key: CallKey, call: CollectiveCall) -> Future[int]:
         """Ask for the number of a call among those that all ranks make.
 
-        Done once all ranks have asked; 0 where a rank has joined, and does not make it.
+        Completes once all ranks have asked, with 0 if a rank has joined and does not make it.
         """
         found: list[int] = []
         step = LeadersStep(key.group.ranks, READY)
@@ -200,7 +200,7 @@ class ServerRoute:
         return under_way.future.map(lambda numbers: numbers[0])
 
     def stop_meeting(self) -> None:
-        """Spread calls over all servers from now on; all ranks do so before the same call."""
+        """Spread calls over all servers; all ranks must begin this at the same call."""
         self._asker.meets = False
 
     def give_up(self, key: CallKey, error: BaseException | None) -> None:
@@ -209,7 +209,7 @@ class ServerRoute:
             give_up(self._asker, key, error)
 
     def gather_bytes(self, key: CallKey, data: bytes) -> Future[list[bytes]]:
-        """Give every rank's bytes to all ranks; the future's text names the awaited ranks."""
+        """Give every rank's bytes to all; the future's text names the awaited ranks."""
         array = np.frombuffer(data, np.uint8)
         call = CollectiveCall("all_gather", dtype="uint8", shapes=((ANY,),))
         found = self.exchange(key, call, [array], range(self._size), None, text="")
@@ -225,7 +225,7 @@ class ServerRoute:
         return self._asker.ask(JOIN, body, frames, lambda found: unpack_number(found[first].body))
 
     def chunk_bytes(self, dtype: str) -> int:
-        """Return how many bytes of arrays a message brings: whole elements of ``dtype``."""
+        """Return how many bytes of arrays a message has: whole elements of ``dtype``."""
         config, itemsize = self._asker.node.config, DTYPES[dtype].itemsize if dtype else 1
         most = min(COLLECTIVE_CHUNKS * config.chunk_bytes, config.max_message_bytes // 2)
         return max(most // itemsize, 1) * itemsize

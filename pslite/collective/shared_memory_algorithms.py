@@ -1,11 +1,11 @@
-"""The steps of collective calls by rings of shared memory.
+"""The steps of collective calls through rings of shared memory.
 
-A call is a generator. Each of its steps copies or adds up what is there; between steps it yields
-the counter that all members must have reached before the next one (``memory/ring.py``). The members
-make the same calls in the same order, so their chunks have the same numbers. The first chunk of a
-call carries its description: a call that differs among members ends on all of them in an error,
-and the next call finds the rings in order. Sums are in the order of ranks. There is no thread, no
-clock and no wait in here: ``shared_memory_driver.py`` takes the steps.
+A call is a generator. Each of its steps copies or adds up the values that are ready. Between steps
+it yields the counter that all members must reach before the next step (``memory/ring.py``). The
+members make the same calls in the same order, so their chunks have the same numbers. The first
+chunk of a call carries its description. If the members' calls differ, all of them get an error, and
+the next call can use the rings as usual. Sums are in the order of ranks. This module has no thread,
+no clock and no wait: ``shared_memory_driver.py`` takes the steps.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pslite.wire.codec import pack_value, unpack_value
 
 Array = np.ndarray[Any, Any]
 Reduce = Callable[[Sequence[Array], Array], None]
-"""Set the second to what the call makes of the first, which are in rank order."""
+"""A function that combines the arrays, which are in rank order, into the last argument."""
 Steps = Generator["tuple[int, int]", None, None]
 """Yields (counter, count): the next step may run once all members have reached it."""
 Take = Callable[[int, "list[Bytes]"], None]
-"""Gets the offset of a chunk in each member's piece, and the bytes of each from there on."""
+"""A function of a chunk's offset in each member's piece, and of each member's bytes from there."""
 Progress = Callable[[int], None]
-"""Hears how many bytes of a result are there, from its beginning."""
+"""A function that is told how many bytes of a result, from its beginning, are ready."""
 Begin = Callable[["list[Description]"], Take]
-"""Gets what the members call, and returns what takes their pieces."""
+"""A function of the members' descriptions that returns the function for their pieces."""
 Mismatch = Callable[[int, bytes, int, bytes], PSError]
-"""Makes the error of two members whose calls differ: a rank and its call, and another."""
+"""Makes the error for two members whose calls differ: (rank, call, other rank, other call)."""
 
 _ALIGNMENT = 64
 _MOST_OF_ERROR = 10_000
-"""Characters of an error that a stream carries."""
+"""The most characters of an error that a stream carries."""
 
 
 class Description(NamedTuple):
@@ -47,13 +47,13 @@ class Description(NamedTuple):
     sizes: tuple[int, ...] = ()
     """The bytes of each piece that this member stages."""
     note: bytes = b""
-    """What the others have to know of the pieces."""
+    """What the others must know about the pieces."""
 
     def pack(self) -> bytes:
-        """Return it as bytes.
+        """Return the description as bytes.
 
         Raises:
-            UsageError: they are too many for a ring.
+            UsageError: they do not fit into a ring.
         """
         numbers = [len(self.call), len(self.sizes), *self.sizes]
         packed = np.array(numbers, "<i8").tobytes() + self.call + self.note
@@ -76,7 +76,7 @@ class Description(NamedTuple):
 
 
 class Stream:
-    """What one member gets bit by bit, and hands the others. From any thread."""
+    """Data that arrives at one member bit by bit, for the others. From any thread."""
 
     def __init__(self, ring: Ring, data: Bytes) -> None:
         self.data = data
@@ -95,7 +95,7 @@ class Stream:
         self.grow(len(self.data))
 
     def head(self, upto: int) -> bytes | None:
-        """Return what describes the chunk that ends here; None: it is not there yet."""
+        """Return the head of the chunk that ends at ``upto``; None if it is not complete."""
         if self._error is not None:
             role, rank = getattr(self._error, "role", ""), getattr(self._error, "rank", -1)
             kind, text = describe(self._error)
@@ -118,8 +118,8 @@ class RingCalls:
     """The calls of one member of a group.
 
     Args:
-        ring: connected to those of the other members, one at least.
-        mismatch: makes the error of a call that differs among members.
+        ring: connected to the rings of the other members; there is at least one.
+        mismatch: makes the error for a call that differs among members.
 
     All arrays are flat and C-contiguous, and belong to the call until its last step.
     """
@@ -130,7 +130,7 @@ class RingCalls:
         self._size = size
         self._mismatch = mismatch
         self._chunk = 0
-        #: The first chunk of a call, until all members have described theirs.
+        #: The first chunk of a call, until all members have described their calls.
         self._undecided: int | None = None
 
     def is_quick(self, nbytes: int) -> bool:
@@ -145,7 +145,7 @@ class RingCalls:
         reduce: Reduce,
         progress: Progress = lambda nbytes: None,
     ) -> Steps:
-        """Combine the arrays of all members by ``reduce`` into ``out`` (may be ``array``).
+        """Combine all members' arrays with ``reduce`` into ``out`` (may be ``array``).
 
         Members with ``out=None`` get no result. ``progress`` is told how many bytes are done.
         """
@@ -177,12 +177,12 @@ class RingCalls:
     def exchange(
         self, call: Description, pieces: Sequence[Bytes], begin: Begin, *, is_each: bool = False
     ) -> Steps:
-        """Let every member read a piece of each other's.
+        """Let every member read a piece from each of the others.
 
         Args:
-            pieces: what this member stages: nothing, or one piece; with ``is_each`` one for each
-                member. Their sizes are those of the description.
-            begin: what it raises, this member alone gets; its values are passed over.
+            pieces: the pieces that this member stages: none, or one; with ``is_each`` one for each
+                member. The description has their sizes.
+            begin: if it raises an error, only this member gets it and skips the values.
         """
         ring, rank = self._ring, self._rank
         width = ring.slot_bytes
@@ -221,11 +221,11 @@ class RingCalls:
             raise failure
 
     def stream(self, leader: int, stream: Stream | None, take: Take) -> Steps:
-        """Let every member read what the leader gets, bit by bit; it alone knows how much.
+        """Let every member read the leader's stream; only the leader knows its length.
 
         Args:
-            stream: on the leader, what it gets.
-            take: gets the offset, and a list of the bytes from there on; not on the leader.
+            stream: on the leader, its data.
+            take: on the others, called with the offset and a list of the bytes from there.
         """
         ring, width = self._ring, self._ring.slot_bytes
         start, total = 0, 1
@@ -264,7 +264,7 @@ class RingCalls:
     ) -> Steps:
         """Reduce large arrays: each member adds up one slice and reads the others'.
 
-        Three chunks are under way at a time: one is staged, one is added up, one is read.
+        Three chunks are in flight at a time: one is staged, one is added up, one is read.
         """
         ring, rank, size = self._ring, self._rank, self._size
         width = ring.slot_bytes // (size - 1) // _ALIGNMENT * _ALIGNMENT // array.itemsize
@@ -349,9 +349,9 @@ class RingCalls:
         return [Description.unpack(each) for each in found]
 
     def difference(self) -> PSError | None:
-        """Return the error of a call that differs among the members that have come so far.
+        """Return an error if the calls of the members that have staged so far differ.
 
-        None once the members have agreed on the call.
+        None if they agree, or if the members have already agreed on the call.
         """
         chunk, ring = self._undecided, self._ring
         if chunk is None:
@@ -379,7 +379,7 @@ def as_bytes(array: Array) -> Bytes:
 
 
 def _place(owner: int, reader: int) -> int:
-    """Return which of the owner's slices is for ``reader``: it has none for itself."""
+    """Return the index of the owner's slice for ``reader``; it has none for itself."""
     return reader if reader < owner else reader - 1
 
 

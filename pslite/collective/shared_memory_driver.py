@@ -1,10 +1,10 @@
-"""Collective calls among workers of one machine, by rings of shared memory.
+"""Collective calls among workers of one machine, through rings of shared memory.
 
-For groups all of whose workers are on one machine. A caller that waits for a call carries it out:
-``Future.flush`` takes the steps of ``shared_memory_algorithms.py`` for two milliseconds, in which a
-small call is over. After that, and for calls of many steps from the start, a thread does: the
-others must not wait for a member that looks at its result late. Every wait ends: a member that is
-lost, or leaves, ends all calls.
+A caller that waits for a call carries it out: ``Future.flush`` takes the steps of
+``shared_memory_algorithms.py`` for two milliseconds, which is enough for a small call. After that,
+or from the start if a call has many steps, a thread takes them, so that the others need not wait
+for a member that looks at its result late. Every wait ends: a member that is lost, or leaves, ends
+all calls.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pslite.protocol.collective import waiting_text
 T = TypeVar("T")
 
 _SPIN_S = 0.002
-"""So long a caller looks again and again before the thread takes over."""
+"""How long a caller checks again and again before the thread takes over."""
 _LOOKS = 50
-"""So often without letting other threads run."""
+"""How often it checks at first without letting other threads run."""
 _NAP_S = 0.02
-"""A bell may be missed (``Ring.sleep``), and a member may be lost."""
+"""The longest sleep: a bell may be missed (``Ring.sleep``), and a member may be lost."""
 _HEAR_S = 5.0
-"""Who waits for a member that has failed hears of the cause in that time, or never."""
+"""If a member has failed, the others learn the cause within this time, or never."""
 
 
 class _Call:
@@ -70,7 +70,7 @@ class SharedMemoryFuture(Future[T]):
         return self._done
 
     def on_done(self, callback: Callable[[Future[T]], None]) -> None:
-        """Call ``callback(self)`` on completion, which the thread sees to."""
+        """Call ``callback(self)`` on completion; the thread completes the call."""
         super().on_done(callback)
         if not self._done:
             self._host.hurry()
@@ -80,16 +80,16 @@ class SharedMemoryDriver:
     """The calls of one group on one of its members.
 
     Args:
-        ring: connected to those of the other members; closed with this object.
-        size: how many members there are, two at least.
-        why_over: returns why a wait for these ranks cannot end, where that is so: one is lost.
-        mismatch: makes the error of a call that differs among members.
-        name: the group's, for people.
-        ranks: those of the members in the group, where they are not all of it.
+        ring: connected to the rings of the other members; closed with this object.
+        size: the number of members, at least two.
+        why_over: returns why a wait for these ranks cannot end (one is lost), or None.
+        mismatch: makes the error for a call that differs among members.
+        name: the group's name, for people.
+        ranks: the members' ranks in the group, if they are not the whole group.
 
     Each call takes a text for people, the arguments of ``RingCalls`` and the future's value. The
-    futures end in ``mismatch(...)`` where members make different calls, in what ``why_over``
-    returns, and in a ``UsageError`` where a member has left the group.
+    futures fail with ``mismatch(...)`` if members make different calls, with the error that
+    ``why_over`` returns, or with a ``UsageError`` if a member has left the group.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class SharedMemoryDriver:
         self._failure_seen_at: float | None = None
         # Held by the thread that takes steps.
         self._driver = threading.Lock()
-        # Guards the next: a thread is not begun once all is over.
+        # Guards the start of the thread, so that it does not start after the end.
         self._beginning = threading.Lock()
-        # Held while the others are told of the end: the ring is not closed meanwhile.
+        # Held while the others are told about the end, so that the ring is not closed meanwhile.
         self._ending = threading.Lock()
         self._thread: threading.Thread | None = None
         self._wanted = threading.Event()
@@ -129,7 +129,7 @@ class SharedMemoryDriver:
         *,
         value: T,
     ) -> Future[T]:
-        """Combine the arrays of all members by ``reduce`` into ``out`` (may be ``array``)."""
+        """Combine all members' arrays with ``reduce`` into ``out`` (may be ``array``)."""
         steps = self.calls.all_reduce(call, array, out, reduce)
         return self.begin(text, steps, value, is_quick=self.calls.is_quick(array.nbytes))
 
@@ -144,18 +144,18 @@ class SharedMemoryDriver:
         nbytes: int | None = None,
         value: T,
     ) -> Future[T]:
-        """Let every member read a piece of each other's.
+        """Let every member read a piece from each of the others.
 
-        ``nbytes`` are those of the longest piece of all members; None: this member does not know.
+        ``nbytes`` is the size of the longest piece of all members; None if this one does not know.
         """
         steps = self.calls.exchange(call, pieces, begin, is_each=is_each)
         is_quick = nbytes is not None and self.calls.is_quick(nbytes)
         return self.begin(text, steps, value, is_quick=is_quick)
 
     def begin(self, text: str, steps: Steps, value: T, *, is_quick: bool = False) -> Future[T]:
-        """Begin a call whose steps are those of ``calls``.
+        """Begin a call with steps from ``calls``.
 
-        One that is quick needs nothing of this member once it is staged.
+        With ``is_quick``, the others need nothing more from this member once it has staged.
         """
         if self._over is not None:
             return failed(self._over)
@@ -175,7 +175,7 @@ class SharedMemoryDriver:
         """Return the ranks that the oldest call waits for."""
         try:
             awaited = self._calls[0].awaits
-        except IndexError:  # it has just ended
+        except IndexError:  # the call has just ended
             return None
         lacking = self.ring.lacking(*awaited) if awaited else []
         return [self._ranks[rank] for rank in lacking] or None
@@ -187,13 +187,13 @@ class SharedMemoryDriver:
         self._drive(0.0)
 
     def help(self) -> None:
-        """Take steps for some milliseconds; then have the thread do the rest."""
+        """Take steps for some milliseconds; then let the thread do the rest."""
         self._drive(_SPIN_S)
         if self._calls:
             self.hurry()
 
     def hurry(self) -> None:
-        """Have the thread carry all calls out."""
+        """Let the thread carry out all calls."""
         with self._beginning:
             if self._thread is None and self._over is None:
                 name = f"pslite-collective-{self._name}"
@@ -204,8 +204,8 @@ class SharedMemoryDriver:
     def close(self, error: BaseException | None = None) -> None:
         """Stop taking part; return at once. From any thread.
 
-        Calls that are not over end in ``error``, by default a ``ClosedError``, and those that
-        others make from now on in one that names this rank.
+        Unfinished calls fail with ``error``, by default a ``ClosedError``. Calls that the others
+        make from now on fail with an error that names this rank.
         """
         closed = ClosedError(f"{self._name} was closed before this call was over")
         with self._beginning:
@@ -231,17 +231,17 @@ class SharedMemoryDriver:
                 self.ring.close()
 
     def _drive(self, spin_s: float, *, nap: bool = False) -> None:
-        """Take steps, and wait so long for the next one; one thread at a time."""
+        """Take steps; wait up to ``spin_s`` for the next one. One thread at a time."""
         if not self._driver.acquire(blocking=nap):
             return
         over: list[_Call] = []
         try:
             self._take_steps(over, spin_s, nap=nap)
-        except BaseException as error:  # Ctrl-C too: the step may be half done
+        except BaseException as error:  # even Ctrl-C, because a step may be half done
             kind, text = describe(error)
             cut_short = UsageError(f"a collective call was cut short by {kind}: {text}")
             self._end(cut_short, has_failed=False)
-            if not nap:  # the thread's end is in the futures
+            if not nap:  # the futures report the thread's error
                 raise
         finally:
             self._driver.release()
@@ -262,13 +262,13 @@ class SharedMemoryDriver:
                 call.steps.throw(difference)
             except StopIteration:
                 pass
-            except PSError as error:  # all members find the same
+            except PSError as error:  # all members get the same error
                 call.error = error
             over.append(calls.popleft())
             return
 
     def _reaches(self, awaited: tuple[int, int], spin_s: float, *, nap: bool) -> bool:
-        """Return whether all have reached it, now or after some time."""
+        """Return whether all have reached the counter, now or after some time."""
         ring = self.ring
         if ring.has_reached(*awaited) or (spin_s and self._spin(awaited, spin_s)):
             return True
@@ -278,7 +278,7 @@ class SharedMemoryDriver:
         return ring.has_reached(*awaited) and self._over is None
 
     def _spin(self, awaited: tuple[int, int], spin_s: float) -> bool:
-        """Look again and again for some time whether all have reached it."""
+        """Check again and again, for some time, whether all have reached the counter."""
         has_reached = self.ring.has_reached
         for _ in range(_LOOKS):
             if has_reached(*awaited):
@@ -291,8 +291,8 @@ class SharedMemoryDriver:
         return False
 
     def _look(self, awaited: tuple[int, int]) -> None:
-        """End all calls where a member is lost, or has left."""
-        given_up = self.ring.given_up()  # first: who has left has announced all that it did
+        """End all calls if a needed member is lost or has left."""
+        given_up = self.ring.given_up()  # first: a member announces all its steps before it leaves
         lacking = self.ring.lacking(*awaited)
         error = self._why_over(lacking)
         gone = [rank for rank in sorted(given_up) if rank in lacking]
@@ -302,9 +302,9 @@ class SharedMemoryDriver:
             self._end(error, has_failed=True)
 
     def _why_gone(self, gone: Sequence[int], given_up: Mapping[int, bool]) -> BaseException | None:
-        """Return the error of a call that needs ``gone``; None while the cause is unknown.
+        """Return the error for calls that need ``gone``; None while the cause is unknown.
 
-        A member that has failed, as when a server was lost, is not the cause itself.
+        A member that has failed, for example because a server was lost, is not itself the cause.
         """
         left = [rank for rank, has_failed in sorted(given_up.items()) if not has_failed]
         if left:
@@ -319,7 +319,7 @@ class SharedMemoryDriver:
             return None
         return UsageError(
             f"rank {self._ranks[gone[0]]} has ended its calls of {self._name} with an error, and a "
-            "call waits for it: look at what it has written"
+            "call waits for it: read the output of that rank"
         )
 
     def _end(self, error: BaseException, *, has_failed: bool) -> None:
@@ -330,7 +330,7 @@ class SharedMemoryDriver:
                 self.ring.give_up(has_failed=has_failed)
 
     def _deliver(self, over: list[_Call]) -> None:
-        """Complete the futures of ended calls, without the lock, as callbacks may call."""
+        """Complete ended calls' futures, without the lock: callbacks may make calls."""
         if self._over is not None:
             while self._calls:
                 call = self._calls.popleft()

@@ -1,7 +1,7 @@
-"""The way of a group's collective calls when all its workers are on one machine.
+"""The route of a group's collective calls if all its workers are on one machine.
 
-Calls in order go by rings (``ring_opening.py``); ``ready_order.py`` makes an order of those with a
-name. Read next: ``shared_memory_driver.py``.
+Calls in order use rings (``ring_opening.py``); ``ready_order.py`` puts calls with a name into an
+order. Read next: ``shared_memory_driver.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class SharedMemoryRoute:
-    """Makes the calls of one rank by rings."""
+    """Makes the calls of one rank through rings."""
 
     def __init__(self, host: SharedMemoryDriver, rank: int) -> None:
         self.host = host

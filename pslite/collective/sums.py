@@ -1,9 +1,9 @@
 """The arithmetic of collective calls with NumPy: operations and their dtypes.
 
 Values are combined in the order of ranks, ((r0 + r1) + r2) + ..., so the bits do not depend on
-who came first. float16 and bfloat16 are combined in float32 and rounded once at the end; integers
-wrap, and their averages are cut off towards zero; a sum of bools is a logical or. bfloat16 is a
-name and 2 bytes an element here: no package is needed for it. Pure; runs on any thread.
+which rank came first. float16 and bfloat16 are combined in float32 and rounded once at the end.
+Integers wrap, and their averages are truncated towards zero; a sum of bools is a logical or. Here
+bfloat16 is only a name and 2 bytes per element: it needs no package. Pure; runs on any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 } | {BFLOAT16: np.dtype(np.uint16)}
-"""Name -> the NumPy dtype in which its elements lie in memory."""
+"""Name -> the NumPy dtype of its elements in memory."""
 
 _KINDS = {
     "sum": "biufc",
@@ -53,9 +53,9 @@ _QUIET_NAN = 0x7FC0
 Array: TypeAlias = NDArray[Any]
 
 AddUp: TypeAlias = Callable[[str, Sequence[Array], Array], bool]
-"""Takes a dtype's name and one array of each rank, and sets ``out`` to their sum, in order.
+"""A function that sets ``out`` (last) to the ordered sum of the ranks' arrays of a dtype (name).
 
-Returns whether it did. Arrays are 1-D, as ``DTYPES`` says; those of ranks are read-only.
+Returns whether it did. The arrays are 1-D, with the dtypes in ``DTYPES``; the ranks' are read-only.
 """
 
 
@@ -63,7 +63,7 @@ def check_op(op: str, dtype: str, factor: float | None) -> None:
     """Check that an operation exists and applies to a dtype.
 
     Raises:
-        UsageError: says what does.
+        UsageError: it does not; the text says which operations do.
     """
     kinds = _KINDS.get(op)
     if kinds is None:
@@ -86,9 +86,9 @@ def reduce_in_order(
     out: Array,
     num_ranks: int = 0,
 ) -> None:
-    """Fill ``out`` with the arrays combined in their order.
+    """Combine the arrays in order, and write the result to ``out``.
 
-    ``num_ranks``: by how many an average divides; by default, the arrays.
+    An average divides by ``num_ranks``, by default the number of arrays.
     """
     combine = _COMBINE.get(op, np.add)
     is_half = dtype in (BFLOAT16, "float16")
@@ -113,7 +113,7 @@ def reduce_in_order(
 
 
 def divide(total: Array, number: int) -> None:
-    """Divide in place; integers are cut off towards zero."""
+    """Divide in place; integers are truncated towards zero."""
     if total.dtype.kind in "iu":
         wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
         wide -= np.fmod(wide, wide.dtype.type(number))  # NumPy's division rounds down
@@ -138,7 +138,7 @@ def _widened(block: Array, dtype: str) -> Array:
 def _rounded(total: Array, dtype: str) -> Array:
     """Round float32 values to the 16-bit ``dtype``: to nearest, ties to even.
 
-    A NaN stays one: all its bits might be rounded away.
+    A NaN stays a NaN; plain rounding could turn it into another value.
     """
     if dtype != BFLOAT16:
         return total.astype(np.float16)

@@ -1,8 +1,9 @@
 """Names the ranks that a collective call waits for, by asking the servers.
 
-A server knows who has sent a chunk. Of calls that it sees no message of (those of several machines,
-whose ranks meet in shared memory first), it knows who has asked. A wait's text is read by any
-thread; the servers are asked, and answer, on the node's I/O thread.
+A server knows which ranks have sent a chunk. Messages of some calls do not pass it (with several
+machines, whose ranks first combine their values in shared memory); for these it knows which ranks
+have asked. Any thread may read a wait's text. The questions and answers are handled on the node's
+I/O thread.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from pslite.node.customer import Reply
 from pslite.protocol.collective import CallKey, waiting_text
 
 _LOOK_S = 0.25
-"""So long a call waits before the servers are asked: less than any usual timeout."""
+"""How long a call waits before the servers are asked; it is less than any usual timeout."""
 _LEAST_PAUSE_S = 1.0
-"""Between two questions about a call. Later pauses are half as long as the longest wait: questions
-are messages, and the search for deadlocks needs a second without any (``protocol/deadlocks.py``),
-also if hundreds of ranks wait. For the same reason a rank asks about all its calls at once."""
+"""The shortest pause between two questions about a call. Later pauses are half as long as the
+longest wait, because the search for deadlocks needs a second without messages
+(``protocol/deadlocks.py``), even if hundreds of ranks wait and ask. For the same reason a rank asks
+about all its calls at once."""
 
 
 class CallWait:
-    """A call in flight; has no references to arrays, because its future refers to it."""
+    """A call in flight. It refers to no arrays, because its future keeps it alive."""
 
     def __init__(
         self, clock: Callable[[], float], text: str, key: CallKey, chunks: set[int] | None
     ) -> None:
         self.key = key
         self.chunks = chunks
-        """Those without an answer; None: the servers see no message of this call."""
+        """The chunks without an answer; None: the servers see no message of this call."""
         self.missing: Sequence[int] | None = None
-        """The workers that have not come; None: not known yet."""
+        """The workers that the call waits for; None: not known yet."""
         self.ask_after_s = _LOOK_S
         self._text = text
         self._clock = clock
@@ -60,12 +62,12 @@ class CallWaits:
         self._asker = asker
         self._node = asker.node
         self._timer = self._node.io_queue.timers.new(self._look)
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the next two
         self._open: set[CallWait] = set()
         self._is_looking = False
 
     def begin(self, text: str, key: CallKey, chunks: set[int] | None = None) -> CallWait:
-        """Watch a call until ``end``; ``chunks`` are those that are not answered."""
+        """Watch a call until ``end``; ``chunks`` are the chunks without an answer."""
         wait = CallWait(self._node.clock, text, key, chunks)
         with self._lock:
             self._open.add(wait)

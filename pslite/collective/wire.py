@@ -31,10 +31,10 @@ from pslite.wire.codec import pack_value, unpack_value
 COLLECTIVE_APP = 1_000_003
 """The app's number on all servers."""
 CALL, GIVE_UP, JOIN, WAIT = 1, 2, 3, 4
-"""What a request's head says."""
+"""The values of a request's head."""
 MAILBOX_APP = 1_000_004
 SEND, RECEIVE = 1, 2
-"""What a request's head says there."""
+"""The values of a request's head for that app."""
 
 OF_ANY_SIZE = frozenset({"all_gather", "gather", "scatter", "all_to_all"})
 """Calls whose arrays may differ in size from rank to rank."""
@@ -45,7 +45,7 @@ _MAX_NUMBER = 1 << 62
 
 
 class ArrayLayout(NamedTuple):
-    """The arrays that one rank sends in a call of unequal sizes."""
+    """The arrays that one rank sends in a call in which sizes may differ."""
 
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class ArrayLayout(NamedTuple):
         return [math.prod(shape) * DTYPES[self.dtype].itemsize for shape in self.shapes]
 
     def empty(self, index: int, dtype: np.dtype[Any] | None) -> NDArray[Any]:
-        """Make an uninitialized array for one of them; ``dtype`` is the receiver's for it."""
+        """Make an uninitialized array for one of them, of the receiver's ``dtype``."""
         return np.empty(self.shapes[index], dtype or DTYPES[self.dtype])
 
     def check(self, index: int, out: NDArray[Any]) -> None:
@@ -79,9 +79,9 @@ class CallRequest(NamedTuple):
     call: CollectiveCall
     chunk: int
     layout: ArrayLayout | None = None
-    """In the first chunk of a call whose sizes differ."""
+    """Only in the first chunk of a call in which sizes may differ."""
     step: LeadersStep | None = None
-    """Where one rank of each machine sends."""
+    """Only if one rank of each machine sends."""
 
 
 def pack_call(request: CallRequest, num_workers: int) -> bytes:
@@ -115,9 +115,9 @@ class LetterHead(NamedTuple):
 
     address: Address
     layout: ArrayLayout
-    """The array of the message; empty in all letters but the first."""
+    """The layout of the message's array; empty in all letters except the first."""
     step: int
-    """Each letter of the message has this many bytes, the last one what is left."""
+    """The bytes of each letter of the message; the last one has the rest."""
 
 
 def pack_letter(head: LetterHead, num_workers: int) -> bytes:
@@ -195,7 +195,7 @@ def unpack_join(body: bytes, num_workers: int) -> tuple[GroupKey, Absence]:
 
 
 def pack_number(number: int) -> bytes:
-    """Return the body of the answer to ``JOIN``, and to who asks for ``READY``."""
+    """Return the body of the answer to ``JOIN``, or to a question for ``READY``."""
     return pack_value([number])
 
 
@@ -226,7 +226,7 @@ def unpack_give_up(body: bytes, num_workers: int) -> tuple[CallKey, str, str]:
 
 
 def pack_wait(key: CallKey, num_workers: int, *, counts_waits: bool) -> bytes:
-    """Return the body of ``WAIT``; ``counts_waits`` as ``CallMatcher.missing`` has it."""
+    """Return the body of ``WAIT``; ``counts_waits`` is as in ``CallMatcher.missing``."""
     return pack_value([_key(key, num_workers), counts_waits])
 
 

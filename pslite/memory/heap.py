@@ -88,7 +88,7 @@ class _Block:
         }
 
     def __del__(self) -> None:
-        # This may run anywhere, also during an allocation, so it takes no lock and cannot fail.
+        # This may run anywhere, even during an allocation, so it takes no lock and cannot fail.
         self._freed.append(self._range)
 
 
@@ -161,8 +161,8 @@ class Heap:
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
         """Return uninitialized memory, aligned to a cache line.
 
-        It is free again when nothing refers to it. A ``lasting`` buffer comes from the newest
-        segment with room, other buffers from the oldest, whose memory was used a short time ago.
+        It is freed when nothing refers to it. A ``lasting`` buffer comes from the newest segment
+        with room, other buffers from the oldest, whose memory was used recently.
         """
         size = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
         grown = False
@@ -199,7 +199,7 @@ class Heap:
         for index, piece in enumerate(pieces):
             address = piece.__array_interface__["data"][0]
             if address != stop:
-                if self.find(address, len(piece)) is None:  # sooner than ``all`` below
+                if self.find(address, len(piece)) is None:  # this stops earlier than ``all`` below
                     return None
                 if index:
                     rows.append(_Row(begin, stop - begin, pieces[first:index]))

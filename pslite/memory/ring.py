@@ -1,10 +1,10 @@
-"""Rings: shared memory by which processes of one machine exchange values.
+"""Rings: shared memory through which processes of one machine exchange values.
 
 Each process of a group has one ring: memory that the others map for reading (``segment.py``). It
 has some slots for values, used in turn, and counters that only increase. A process writes only its
 own slots and counters and reads those of all, so no lock is needed. *Chunk* number c is in slot c
-modulo ``SLOTS``. The counters say how many chunks are ``STAGED`` (the values are in the slot),
-``REDUCED`` (the results are in it) and ``DONE`` (the owner has read all it needs from the others'
+modulo ``SLOTS``. The counters say how many chunks are ``STAGED`` (the slot has the values),
+``REDUCED`` (it has the results) and ``DONE`` (the owner has read all it needs from the others'
 slots). So a slot is free again when all processes are ``DONE`` with its last chunk.
 
 A process writes the values before the counter that announces them, and reads the counter first.

@@ -1,11 +1,11 @@
 """Shared-memory segments that other processes of this machine can map.
 
-A segment is a memfd (memfd_create(2)). It does not have a name in a file system, so nothing remains
-after the process ends, and the limit of /dev/shm does not apply. It is sealed against shrinking, so
-that a reader never accesses memory that is gone (SIGBUS), and its pages are reserved when it is
-made. A peer opens it as ``/proc/<pid>/fd/<fd>`` of the owner's process. The kernel allows this to
-processes of the same user that see the same process ids. The nonce in the segment proves that it
-is the offered one. The peer maps it only for reading.
+A segment is a memfd (memfd_create(2)). It has no name in a file system, so nothing remains after
+the process ends, and the limit of /dev/shm does not apply. It is sealed against shrinking, so that
+a reader never accesses memory that is gone (SIGBUS), and its pages are reserved when it is made. A
+peer opens it as ``/proc/<pid>/fd/<fd>`` of the owner's process. The kernel allows this to processes
+of the same user that see the same process ids. The nonce in the segment proves that it is the
+offered one. The peer maps it read-only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ticket(NamedTuple):
 
 
 class Segment:
-    """A piece of this process's memory; closed when nothing refers to it any more."""
+    """A piece of this process's memory; closed when nothing refers to it."""
 
     def __init__(self, memory: mmap.mmap, ticket: Ticket | None) -> None:
         self.memory = memory
@@ -84,7 +84,7 @@ def shared_segment(nbytes: int) -> Segment:
 
 
 def map_segment(pid: int, ticket: Ticket) -> memoryview:
-    """Map a peer's segment read-only; unmapped when nothing refers to it any more.
+    """Map a peer's segment read-only; it is unmapped when nothing refers to it.
 
     Raises:
         OSError: it cannot be opened or does not match the ticket; the text is for a log.

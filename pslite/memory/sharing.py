@@ -2,7 +2,7 @@
 
 A node offers each segment of its heap to the peers on the same machine (``SegmentOffer``). A peer
 that could map it answers with ``SegmentTaken``. From then on, frames in the segment are sent to
-that peer as descriptors. To other peers, and before the answer, they are sent as bytes; a value
+that peer as descriptors. Before the answer, and to other peers, they are sent as bytes; a value
 waits up to ``PATIENCE_S`` for the answer. A peer keeps a segment mapped until the owner is gone.
 """
 
@@ -21,7 +21,7 @@ from pslite.wire.messages import Ints, SegmentOffer, SegmentTaken
 MIN_SHARED_BYTES = 1024
 """Smaller frames are sent as bytes, because copying them is faster."""
 MAX_SEGMENTS = 4096
-"""The most segments to map of one peer."""
+"""The most segments of one peer to map."""
 PATIENCE_S = 0.5
 """How long values wait for a peer's answer to an offer, which usually takes a millisecond."""
 _FIELDS = 4

@@ -1,7 +1,7 @@
 """The address that a node binds and advertises. Calls the operating system.
 
-The order of preference: DMLC_NODE_HOST, then DMLC_INTERFACE (an interface's name, an address or a
-network), then the local address on the route to the scheduler. A node never binds all interfaces.
+A node uses DMLC_NODE_HOST if it is set, else DMLC_INTERFACE (an interface's name, an address or a
+network), else the local address on the route to the scheduler. It never binds all interfaces.
 (ps-lite uses the first interface whose name begins with DMLC_INTERFACE, or the first one that is
 not loopback (``network_utils.h``). This is wrong on hosts with several networks.)
 """
@@ -118,10 +118,10 @@ def route_address(host: str, port: int) -> str:
 
 @lru_cache(maxsize=1)
 def machine_id() -> str:
-    """Return an id that is equal exactly for processes that share process ids.
+    """Return an id that is equal for processes exactly if they share process ids.
 
-    It is the boot id of the kernel with the process-id namespace, because containers of one host
-    have the same boot id but may have separate process ids.
+    It is the kernel's boot id together with the process-id namespace, because containers of one
+    host have the same boot id but may have separate process ids.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -98,7 +98,7 @@ class NodeControl(abc.ABC):
         """Note that a node is gone, and act on it if that is new."""
         gone = self._office.membership.depart(node, left=left, reason=reason)
         if gone is not None:
-            # After this node has failed, the ends of other nodes are consequences.
+            # After this node has failed, other nodes end only as a consequence.
             is_news = not gone.left and self._office.error is None
             self._office.log.info(0 if is_news else 1, gone.sentence)
             self._gone(gone, is_news=is_news)

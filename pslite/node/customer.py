@@ -3,8 +3,8 @@
 An app is a number that both ends agree on. ``Customers`` lives on the I/O thread: it hands
 arriving requests to the app's handler and arriving responses to the future of the request.
 Handlers run on the I/O thread and must be short; ``KVServer``, for example, gives long work to the
-node's pool. If an app does not exist yet, its requests wait for some time. So processes may create
-their apps in any order.
+node's pool. Requests for an app that does not exist yet wait for some time, so processes may
+create their apps in any order.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Incoming:
 
     sender: int
     request: Request
-    #: Read-only payload frames. They may be in the asker's memory, so they are valid until the
-    #: answer, and removed then.
+    #: Read-only payload frames. They may be in the asker's memory, so they are valid only until
+    #: the answer, which removes them.
     frames: Sequence[Any]
     _respond: Callable[[Incoming, Response, Sequence[Any]], None]
     _answered: bool = False
@@ -124,7 +124,7 @@ class Incoming:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the request while it waits."""
+        """The bytes that the request occupies while it waits."""
         return len(self.body) + sum(len(frame) for frame in self.frames)
 
     def respond(self, body: bytes = b"", frames: Sequence[Any] = ()) -> None:
@@ -165,11 +165,11 @@ class Customers:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether an app may answer a request without waiting for another message."""
+        """Whether an app may still answer a request before another message arrives."""
         return any(count for app, count in self._open.items() if app not in self._waiting_apps)
 
     def add(self, app: int, handler: Handler, *, waits_for_others: bool = False) -> None:
-        """Pass requests for ``app`` to ``handler`` from now on, also early ones.
+        """Pass requests for ``app`` to ``handler``, including those that wait for it.
 
         With ``waits_for_others``, a request that the app does not answer at once is answered only
         after another request arrives or a node is gone.
@@ -188,7 +188,7 @@ class Customers:
                 self._early.append((arrived_at, incoming))
 
     def fail(self, error: BaseException) -> None:
-        """Fail this node's requests with ``error``, and answer later ones with it."""
+        """Fail this node's open requests with ``error``, and all later requests too."""
         self._error = error
         self.pending.fail(error)
 
@@ -271,7 +271,8 @@ class Customers:
         def deliver() -> None:
             self._open[response.app] -= 1
             if not self._open[response.app]:
-                del self._open[response.app]  # peers may ask for any app number, so free it
+                # Peers may ask for any app number, so do not keep an entry for each.
+                del self._open[response.app]
             try:
                 self._send(incoming.sender, response, frames)
             except Exception as error:

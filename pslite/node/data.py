@@ -1,7 +1,7 @@
 """``Traffic``: connects the data plane with a node's messages (I/O thread).
 
 ``plane/`` decides. This file passes received messages to it, sends its messages as far as credits
-allow, and gives a server's work to the pool. A worker has a ``WorkerPlane``; a server gets its
+allow, and hands a server's work to the pool. A worker has a ``WorkerPlane``; a server gets its
 ``ServerPlane`` from the app that it serves.
 """
 
@@ -37,11 +37,11 @@ MESSAGES: tuple[type[Message], ...] = (Exchange, Answer, PartsFailed, StaleEpoch
 #: Jobs of at most this many bytes run on the I/O thread: waking another thread takes longer.
 _QUICK_BYTES = 1 << 18
 #: Jobs of at most this many bytes also run there if they arrive one by one, each after a pause.
-#: If many arrive, the I/O thread must go on receiving.
+#: If many arrive, the I/O thread must keep receiving.
 _LONE_BYTES = 1 << 22
 _PAUSE_S = 0.0005
-#: But if this many jobs of a lane in a row took longer than this, the pool runs its next jobs. A
-#: user's own optimizer may be slow.
+#: But if this many jobs in a row of a lane took longer than this, the pool runs the lane's next
+#: jobs. A user's own optimizer may be slow.
 _SLOW_S = 0.005
 _SLOW_IN_A_ROW = 3
 #: Slow jobs are counted for at most this many lanes.
@@ -54,7 +54,7 @@ class PartOwner(Protocol):
     """The owner of some parts: a worker's store, or all stores of a server."""
 
     def name_of(self, part: int) -> str | None:
-        """Return a text that names the part; None if not its owner. On the I/O thread."""
+        """Return the name of a part for people; None if not its owner. On the I/O thread."""
 
     def send_joined(self) -> None:
         """Submit requests that are held back to be joined. From any thread."""
@@ -66,7 +66,7 @@ class Traffic:
     def __init__(self, office: Office) -> None:
         self._office = office
         window = office.config.round_window
-        #: Servers and the scheduler do not push or pull, so it stays empty there.
+        #: It stays empty on servers and the scheduler, which do not push or pull.
         self.worker = WorkerPlane(window)
         self._server: ServerPlane | None = None
         #: When a job last ended on this thread, or was given to the pool.
@@ -83,7 +83,7 @@ class Traffic:
         self._server = plane
 
     def add_owner(self, owner: PartOwner) -> None:
-        """Add a store that uses this node, by a weak reference. From any thread."""
+        """Add a store that uses this node (a weak reference to it). From any thread."""
         self._owners[owner] = None
 
     def send_joined(self) -> None:
@@ -259,7 +259,7 @@ class Traffic:
         return nbytes <= _QUICK_BYTES or is_lone
 
     def _adopt_epoch(self) -> None:
-        """Adopt the servers' epoch if the scheduler cannot announce it any more."""
+        """Adopt the servers' epoch if the scheduler can no longer announce it."""
         office = self._office
         epoch = self.worker.awaited_epoch
         is_alone = SCHEDULER_ID in office.membership.gone or office.membership.has_said_goodbye

@@ -2,8 +2,8 @@
 
 Other threads give it functions to call on the I/O thread: now, later, or after each step of its
 loop. ``postoffice.py`` calls them. Nothing here waits or holds a lock. Every function is called,
-also if the node ends first. A thread that comes after the end calls its function itself, and finds
-the node's error set. A forked child does not have an I/O thread, so its calls raise an error.
+even if the node ends first: a thread that adds one after the end calls it itself, and finds the
+node's error set. A forked child has no I/O thread, so its calls raise an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Timers:
         return Timer(self, command)
 
     def add(self, due: float, command: Callable[[], None]) -> None:
-        """Schedule one call of ``command`` for ``due``; ``end`` calls it if it is earlier.
+        """Schedule one call of ``command`` for ``due``, or for ``end`` if that is earlier.
 
         Commands that are due first are called first.
         """
@@ -91,7 +91,7 @@ class Timers:
                 timer.command(now)
 
     def one_time(self) -> list[Timer]:
-        """Return the timers made by ``add`` that still wait, ordered by their times."""
+        """Return the waiting timers that ``add`` made, ordered by their times."""
         return [timer for _, _, timer in sorted(self._waiting) if timer.is_one_time]
 
     def end(self) -> None:
@@ -102,8 +102,8 @@ class Timers:
             timer.command(math.inf)
 
 
-# The id of this process. Kept, because ``os.getpid`` is a system call and every call of a store
-# needs it.
+# The id of this process. It is cached because every call of a store needs it and ``os.getpid`` is
+# a system call.
 _pid = os.getpid()
 
 
@@ -142,7 +142,7 @@ class IOQueue:
         self.check_process()
         self.commands.append(command)
         if self._ended:
-            # No other thread will run it. Commands check the node's error, which is set.
+            # No other thread will run the command. It will find the node's error set.
             self.run()
         elif threading.current_thread() is not self.thread:
             self._wake()
@@ -207,7 +207,7 @@ class IOQueue:
         while commands:
             try:
                 command = commands.popleft()
-            except IndexError:  # another thread was faster, after the end
+            except IndexError:  # after the end, another thread took the command first
                 break
             command()
         return worked

@@ -2,8 +2,8 @@
 
 A ``Links`` owns one ``Channel`` per peer (``protocol/channel.py``) and turns messages into
 frames and back (``wire/codec.py``). It checks the version, the job and the receiver's incarnation
-of every transmission, and drops and counts wrong ones. Bytes from unknown senders never cause an
-exception or use up memory. ``message_filter.py`` decides which messages a sender may send.
+of every transmission, and drops and counts those that are wrong. Bytes from unknown senders never
+cause an exception or use up memory. ``message_filter.py`` decides which messages a sender may send.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pslite.wire.messages import Accepted, Message, Refused, StatusQuestion
 
 #: Payloads smaller than this do not count as in flight: their frames are sent by copy.
 _SMALL_BYTES = 4096
-#: An acceptance waits at most this long for a message that can carry it, and only while it is for
-#: fewer bytes than this. A message of its own wakes up two threads at each end.
+#: An acceptance waits at most this long for a message that can carry it, and only while it covers
+#: fewer bytes than this. Sending it alone would wake two threads at each end.
 TELL_AFTER_S = 0.005
 TELL_BYTES = 8 << 20
-#: The most channels to keep with nodes that are not known (``know``).
+#: The most channels to keep to unknown nodes (``know``).
 MAX_STRANGERS = 4096
 #: The reasons under which dropped messages are counted; peers cannot add others.
 MALFORMED = "not a valid message of this protocol"
@@ -55,12 +55,12 @@ class Delivery(NamedTuple):
 class _PeerTraffic:
     channel: Channel
     incarnation: int = 0
-    #: The bytes through the van: with headers and repetitions, without shared memory.
+    #: The bytes that passed through the van: with headers and repeats, without shared memory.
     sent_bytes: int = 0
     received_bytes: int = 0
-    #: The number of messages that got through in either direction, without repetitions.
+    #: The number of messages that got through in either direction, without repeats.
     progress: int = 0
-    #: Payload bytes that this node has accepted without having told the peer.
+    #: Payload bytes that this node has accepted but not yet acknowledged to the peer.
     untold_bytes: int = 0
 
 
@@ -110,7 +110,7 @@ class Links:
         """Send a message; keep its frames by reference until the peer has accepted them.
 
         If the peer is gone, this has no effect. If the message cannot be encoded or sent (a number
-        over 64 bits, a frame over the van's limit), it raises an error and has no other effect.
+        over 64 bits, a frame over the van's limit), this raises an error and has no other effect.
         """
         if peer in self._closed or (peer in self._released and message.RELIABLE):
             return
@@ -176,7 +176,7 @@ class Links:
     def byte_counts(self) -> dict[str, tuple[int, int]]:
         """Return the bytes (sent to, received from) each peer. From any thread.
 
-        Headers and repetitions count; bytes in shared memory do not. Lost peers are not included.
+        Headers and repeats count; bytes in shared memory do not. Lost peers are not included.
         """
         entries = list(self._peers.items())
         return {peer: (entry.sent_bytes, entry.received_bytes) for peer, entry in entries}
@@ -218,7 +218,7 @@ class Links:
             self.dropped[OTHER_RECEIVER] += 1
             return None
         if type(message) is Refused and envelope.sequence == 0:
-            # Perhaps from another job, which does not tell its id: do not make a channel.
+            # This may come from another job, which does not tell its id: do not make a channel.
             return Delivery(event.peer, envelope.sender, 0, message, ())
         if self._objection is not None:
             # Check before acceptance: a message that is only too early is sent again.
@@ -282,7 +282,7 @@ class Links:
         return entry
 
     def _new_stranger(self, peer: str) -> _PeerTraffic:
-        """Make a channel for a peer; drop the oldest unknown one if they are too many."""
+        """Make a channel for a peer; drop the oldest unknown one if there are too many."""
         if peer not in self._known:
             if len(self._strangers) >= MAX_STRANGERS:
                 oldest = next(iter(self._strangers))
@@ -295,10 +295,11 @@ class Links:
     # -- time --------------------------------------------------------------------------
 
     def flush(self, epoch: int, now: float, *, at_once: bool = False) -> None:
-        """Send acceptances that are due in messages of their own.
+        """Send the acceptances that are due in messages of their own.
 
         Every message carries acceptances, and often an answer follows soon. So an acceptance waits
-        for it, but only for a short time and a few bytes, because the sender's credits need it.
+        for that answer, but only for a short time and a few bytes, because it frees the sender's
+        credits.
         """
         for peer, due_at in list(self._tell_at.items()):
             if at_once or now >= due_at > 0.0 or self._peers[peer].untold_bytes >= self._tell_bytes:

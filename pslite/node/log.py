@@ -2,7 +2,7 @@
 
 Level 1 (PS_VERBOSE=1) shows connections, level 2 also every message; warnings and errors always
 appear. A ``Log`` belongs to one node, so lines of two clusters in one process do not mix. If the
-application has given a handler to Python's logger ``pslite`` or to the root logger, lines go
+application has added a handler to Python's logger ``pslite`` or to the root logger, lines go
 there; otherwise they go to stderr with date and time.
 
 A failed write never ends a node. If a line cannot be written (a full disk, a pipe without a
@@ -44,7 +44,7 @@ def try_to_stderr(line: str) -> bool:
     """Write a line that does not belong to a node; return whether that worked."""
     try:
         to_stderr(line)
-    except Exception:  # a replacement of sys.stderr may raise any exception
+    except Exception:  # an object that replaces sys.stderr may raise any exception
         return False
     return True
 
@@ -82,7 +82,7 @@ class Log:
         self._line(text, logging.WARNING)
 
     def warn_seldom(self, topic: str, text: str) -> None:
-        """Warn of a topic at most once in ten seconds, so that peers cannot fill a log."""
+        """Warn about a topic at most once in ten seconds, so that peers cannot fill a log."""
         now = time.monotonic()
         if topic not in self._quiet and len(self._quiet) >= _MAX_TOPICS:
             topic = ""

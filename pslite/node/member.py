@@ -38,11 +38,11 @@ from pslite.wire.messages import (
     Waiting,
 )
 
-#: How much longer than the scheduler a node waits for the cluster to be complete.
+#: How much longer than the scheduler a member waits for the cluster to be complete.
 _GRACE_S = 1.0
 
 #: If a node still runs this long after the loss of the scheduler, it warns and continues without
-#: it. This is longer than the launcher's wait between an interrupt, which ends the scheduler first,
+#: it. This is longer than the launcher waits between an interrupt, which ends the scheduler first,
 #: and SIGTERM.
 _WARN_AFTER_S = 3.5
 
@@ -60,7 +60,7 @@ class MemberControl(NodeControl):
         self._scheduler_error: NodeLostError | None = None
         self._warning = office.io_queue.timers.new(self._warn)
         self._leaving = False
-        #: Workers that have left according to the scheduler, and whose own goodbye is in flight.
+        #: Workers that, as the scheduler says, have left, but whose own goodbye is in flight.
         self._goodbyes: set[str] = set()
 
     # -- joining -----------------------------------------------------------------------
@@ -128,7 +128,7 @@ class MemberControl(NodeControl):
         left_s = self._office.config.rendezvous_timeout_s - message.waited_s
         self._deadline.set(now + max(left_s, 0.0) + _GRACE_S)
         if is_answer:
-            # The answer to the registration: from now on watch the scheduler, which sends reports.
+            # This answers the registration: from now on watch the scheduler, which sends reports.
             self._office.watch.add(SCHEDULER, now)
             self._roster_line.set(now + 2 * self._office.config.roster_interval_s)
         else:
@@ -224,13 +224,13 @@ class MemberControl(NodeControl):
         node = office.membership.node_ids.get(peer)
         if node is None:
             return
-        # A failed node knows the cause, and must not wait until a dead node accepts messages.
+        # A failed node knows the cause, and must not wait for a dead node to accept messages.
         looks_for_cause = office.error is None and self._scheduler_error is None
         if not (looks_for_cause and self._loss_reports.puts_off(node, reason, now)):
             self._depart(node, left=False, reason=reason)
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
-        """Note that a member reports a loss, which the scheduler will confirm or not."""
+        """Note that a member reports a loss; the scheduler decides whether it is one."""
         if ends_itself(message, speaker):
             self._office.membership.ending.add(speaker)
         lost = loss_in(message, speaker)
@@ -240,14 +240,14 @@ class MemberControl(NodeControl):
             self._believe()
 
     def _believe(self) -> None:
-        """Act on losses reported by members that end, as there is no scheduler to decide."""
+        """Act on the losses that ending members report: no scheduler is left to decide."""
         office = self._office
         for speaker, about, reason in self._loss_reports.words():
             if speaker in office.membership.ending and office.membership.node(about) != office.info:
                 self._depart(about, left=False, reason=reason)
 
     def _members_changed(self, peer: str, message: Members, now: float) -> None:
-        """Handle news of gone nodes: act on the scheduler's, note those of members."""
+        """Handle news of gone nodes: act on the scheduler's, only note the members'."""
         office = self._office
         speaker = office.membership.node_ids.get(peer)
         if speaker is None:
@@ -291,7 +291,7 @@ class MemberControl(NodeControl):
         self._expect_no_goodbye(peer)
 
     def _expect_no_goodbye(self, peer: str) -> None:
-        """Stop waiting for a peer's goodbye: it has arrived, or cannot arrive any more."""
+        """Stop waiting for a peer's goodbye: it has arrived, or can no longer arrive."""
         if peer in self._goodbyes:
             self._goodbyes.discard(peer)
             self._finish_if_done()

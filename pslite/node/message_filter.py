@@ -1,9 +1,9 @@
 """``Admission``: which senders' messages a node accepts. Pure.
 
 Before the roster arrives, this node keeps messages of possible members, up to a limit. Further
-messages are not accepted, so their senders repeat them. After the roster has arrived, it accepts
+messages are not accepted, so their senders resend them. After the roster has arrived, it accepts
 messages only from nodes of the roster, and only those that their role may send. ``postoffice.py``
-asks on the I/O thread, before a message is accepted.
+asks it on the I/O thread before it accepts a message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Interfaces of a node that its parts use instead of the class ``Postoffice``."""
+"""Interfaces through which the parts of a node use it, instead of ``Postoffice``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Control(Protocol):
         """Act on the loss of a watched peer."""
 
     def disconnected(self, peer: str) -> None:
-        """Note that the connection with a peer has ended."""
+        """Note that the connection to a peer has ended."""
 
     def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
         """Enter a barrier; complete ``future`` when all nodes of the group have."""
@@ -58,7 +58,7 @@ class Office(Protocol):
     membership: Membership
     customers: Customers
     control: Control
-    #: Completes once this node is not needed any more (servers, scheduler).
+    #: Completes once this node is no longer needed (servers, scheduler).
     finished: Future[None]
     error: BaseException | None
     #: This node's entry; None until the cluster is complete.
@@ -72,4 +72,4 @@ class Office(Protocol):
         """Send to a node of the roster; has no effect if the node is gone."""
 
     def fail(self, error: BaseException) -> None:
-        """End every wait of this node with ``error``, also later ones."""
+        """End every wait of this node with ``error``, including later ones."""

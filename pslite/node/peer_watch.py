@@ -2,8 +2,8 @@
 
 ``protocol/liveness.py`` decides. This file gives it the events of the van and the operating system,
 reports losses to ``control``, and drops the connections of nodes that ``control`` declares gone.
-libzmq's own heartbeats detect broken connections. The heartbeats of this file come from the node's
-own code, so their absence shows a stalled process behind a good connection.
+libzmq's own heartbeats detect broken connections. This file's heartbeats come from the node's own
+code, so if they are missing, a process has stalled behind a good connection.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class PeerWatch:
         office.van.disconnect(peer)  # another process may have its address now
 
     def is_connected(self, peer: str) -> bool:
-        """Return whether the van has a connection with the peer."""
+        """Return whether the van has a connection to the peer."""
         return peer in self._connected
 
     def disconnected(self, peer: str, now: float, moved_bytes: int = 0) -> None:
@@ -172,7 +172,7 @@ class PeerWatch:
             self._lost(lost, now)
 
     def _has_done(self, peer: str) -> bool:
-        """Return whether a peer has said goodbye and does not need this node any more."""
+        """Return whether a peer has said goodbye and no longer needs this node."""
         office = self._office
         node = office.membership.node_ids.get(peer)
         if node not in office.membership.told or not office.membership.is_leaving(node):

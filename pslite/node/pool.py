@@ -1,8 +1,8 @@
 """The thread pool of a server: each thread has its own lanes.
 
-The work of one lane runs in order, and never two pieces at the same time. So the data of a lane (a
-part's memory) needs no lock. Only the I/O thread submits work. The work passes its results back to
-the I/O thread by the node's queue (``io_queue.py``).
+The work of one lane runs in order, one piece at a time. So the data of a lane (a part's memory)
+needs no lock. Only the I/O thread submits work. The work passes its results back to the I/O thread
+through the node's queue (``io_queue.py``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Pool(Protocol):
     def is_idle(self, lane: int) -> bool:
         """Return whether all work of ``lane`` is done.
 
-        Only for the thread that submits. It may then do quick work itself, because no other thread
-        works on this lane before the next ``submit``.
+        Only the submitting thread may ask. If the lane is idle, that thread may do quick work
+        itself, because no other thread works on this lane before the next ``submit``.
         """
 
     @property
@@ -61,7 +61,7 @@ class ThreadPool:
     """Runs work on ``num_threads`` threads; lane n belongs to thread n modulo that."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        #: Called with an exception of work, which must not raise; the thread continues.
+        #: Called with an exception that work raised, though it must not; the thread continues.
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._queues: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in range(num_threads)]
         #: For each thread: pieces of work submitted (the submitter counts), and done (it counts).
@@ -103,7 +103,7 @@ class ThreadPool:
         while (work := queue.get()) is not None:
             try:
                 work()
-            except BaseException as error:  # code that waits for it must not wait for ever
+            except BaseException as error:  # otherwise code that waits for it waits for ever
                 self.on_failure(error)
             del work  # frees its data, which may be large
             self._done[index] += 1

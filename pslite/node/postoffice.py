@@ -1,12 +1,12 @@
 """``Postoffice``: a node, with the pure protocol and a van on one I/O thread.
 
 A node repeats ``step``: receive events from the van, run the commands of other threads
-(``io_queue.py``), run timers that are due, send messages that may be sent. Its own I/O thread does
-this (``start_thread``), or the simulator, which calls ``step`` and sets the clock. ``member.py``
-and ``scheduler.py`` have the code for the roles, ``protocol/membership.py`` knows the nodes,
-``plane/`` moves data, ``same_machine.py`` connects nodes of one machine, and apps use
-``customer.py``. Code on the I/O thread never waits. Other threads may use only futures and methods
-that say so.
+(``io_queue.py``), run timers that are due, send messages that may be sent. Its own I/O thread
+repeats it (``start_thread``), or the simulator, which calls ``step`` and sets the clock.
+``member.py`` and ``scheduler.py`` have the code for the roles, ``protocol/membership.py`` knows the
+nodes, ``plane/`` moves data, ``same_machine.py`` connects nodes of one machine, and apps use
+``customer.py``. Code on the I/O thread never waits. Other threads may use only futures and the
+methods that say so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pslite.wire.messages import Accepted, Beat, LongWait, Message, Request, Res
 
 #: How long ``wait_until_accepted`` waits. Acceptance does not depend on rounds, only on transfers.
 _ACCEPTANCE_S = 5.0
-#: How long to wait for a closed node's threads. They end at once, except running work of a server.
+#: How long to wait for a closed node's threads. They end at once, unless a server's work runs.
 _STOP_S = 10.0
 #: How often to check for requests that have waited too long for an app.
 _EARLY_S = 1.0
@@ -86,7 +86,7 @@ class Postoffice:
             job=config.job_id,
             incarnation=incarnation,
             resend_timeout_s=config.resend_timeout_s,
-            # Tell acceptances early enough that a sender does not wait for credits.
+            # Send acceptances early enough that a sender does not wait for credits.
             tell_bytes=min(TELL_BYTES, config.credit_bytes // 8),
             trace=log.trace if config.verbose >= 2 else None,
             objection=self.admission.objection,
@@ -99,7 +99,7 @@ class Postoffice:
         self.reporter = Reporter(self, self.traffic)
         #: Completes with this node's entry once the cluster is complete.
         self.ready: Future[NodeInfo] = Future("the cluster to be complete")
-        #: Completes once this node is not needed any more (servers, scheduler).
+        #: Completes once this node is no longer needed (servers, scheduler).
         self.finished: Future[None] = Future("the end of the job")
         #: The scheduler's I/O thread calls these when all workers wait for each other.
         self.on_deadlock: list[Callable[[DeadlockError], None]] = []
@@ -159,7 +159,7 @@ class Postoffice:
     def buffer(self, nbytes: int, *, lasting: bool = False) -> Bytes:
         """Return memory to send from: flat and uninitialized. From any thread.
 
-        It becomes free when nothing refers to it. ``lasting`` buffers requested in sequence are
+        It is freed when nothing refers to it. ``lasting`` buffers requested one after the other are
         neighbours in memory, as far as possible. Peers on this machine read the memory directly, so
         it must not change until they are done with it: see ``pslite/memory``.
         """
@@ -169,7 +169,7 @@ class Postoffice:
     def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
         """Join neighbouring pieces of this node's buffers; None if peers cannot map all.
 
-        It does not copy; the result keeps the pieces alive. From any thread.
+        This does not copy; the result keeps the pieces alive. From any thread.
         """
         return self.heap.rows(pieces)
 
@@ -177,9 +177,9 @@ class Postoffice:
     def whole_of(buffer: Bytes) -> tuple[int, int, object] | None:
         """Return the segment that holds a buffer: (address, bytes, owner).
 
-        The argument may be a part of a buffer. The segment begins and ends at a page. The owner
-        keeps it mapped, and exists until the node has ended and the last buffer is freed. Returns
-        None for memory that is not a node's. From any thread.
+        The argument may be a part of a buffer. The segment begins and ends at a page boundary. The
+        owner keeps it mapped until the node has ended and the last buffer is freed. Returns None
+        for memory that does not belong to a node. From any thread.
         """
         return Heap.whole_of(buffer)
 
@@ -372,7 +372,7 @@ class Postoffice:
     # -- the end -----------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """End every wait with ``error``, also later ones. I/O thread only."""
+        """End every wait with ``error``, including later ones. I/O thread only."""
         if self.error is not None:
             return
         self.error = error
@@ -427,7 +427,7 @@ class Postoffice:
     def wait_until_accepted(self) -> None:
         """Wait until the peers have accepted all messages, at most a few seconds.
 
-        Not on the I/O thread. If they have, no peer reads the memory of pushes any more.
+        Not on the I/O thread. Once they have, no peer reads the memory of pushes any more.
         """
         wait_until(self.io_queue, self.links.everything_accepted, time.monotonic() + _ACCEPTANCE_S)
 

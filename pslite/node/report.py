@@ -1,7 +1,7 @@
 """``Reporter``: makes a node's status reports for the scheduler (I/O thread).
 
 A report is made from existing counters and tables when the question arrives, so it costs nothing
-without questions. Read next: ``surveyor.py``, which collects the reports.
+until someone asks. Read next: ``surveyor.py``, which collects the reports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``LocalPeers``: offers shared memory and pipes to nodes of one machine.
 
-It also handles the offers of other nodes. ``memory/`` has the memory itself, ``van/zmq/pipes.py``
-the pipes. On the I/O thread.
+It also handles the offers of other nodes. ``memory/`` has the memory itself, and
+``van/zmq/pipes.py`` the pipes. On the I/O thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LocalPeers:
         self._office = office
         #: The nodes on this machine by their ids; empty if sharing is off (PS_SHM=0).
         self._here: dict[int, NodeInfo] = {}
-        #: The workers and servers of these.
+        #: The workers and servers among them.
         self.near: frozenset[int] = frozenset()
         #: Whether all other workers and servers are on this machine.
         self.is_on_one_machine = False
@@ -51,7 +51,7 @@ class LocalPeers:
     def may_share_with(self, node: int) -> bool:
         """Return whether to send to a node from shared buffers. From any thread.
 
-        Before the first such message it is unknown whether the node can read them directly.
+        Until the first such message it is unknown whether the node can read them directly.
         """
         office = self._office
         return node in self.near and office.sharing.may_reach(office.membership.uids[node])
@@ -72,7 +72,7 @@ class LocalPeers:
             if node.node_id in self.near:
                 for offer in office.sharing.offers(node.uid, now):
                     office.send(node.node_id, offer)
-                    # Wakes the loop then: from that time, values do not wait for the answer.
+                    # Wakes the loop at that time, because values then stop waiting for the answer.
                     office.io_queue.timers.add(now + PATIENCE_S, lambda: None)
 
     def _segment_offered(self, peer: str, node: int, offer: SegmentOffer) -> None:

@@ -225,7 +225,7 @@ class SchedulerControl(NodeControl):
         if node is None:
             self._lost_while_gathering(peer, reason, now)
             return
-        # A failed node knows the cause, and must not wait until a dead node accepts messages.
+        # A failed node knows the cause, and must not wait for a dead node to accept messages.
         if office.error is not None or not self._loss_reports.puts_off(node, reason, now):
             self._depart(node, left=False, reason=reason)
 

@@ -3,8 +3,8 @@
 It runs on the I/O thread unless stated otherwise.
 
 A node that is done waits until its peers have accepted its messages, and says goodbye. Then it
-stays until the goodbye is accepted and all its pushes and pulls are answered. So it learns of a
-push that is not applied (``docs/decisions/0025-the-last-push.md``). A worker does not push after
+stays until the goodbye is accepted and all its pushes and pulls are answered. So it learns if a
+push was not applied (``docs/decisions/0025-the-last-push.md``). A worker does not push after
 its goodbye, so two workers never wait here for each other's next round. A server stays until it
 has applied and answered all pushes. A node that has failed stays only until the others know the
 cause.
@@ -42,9 +42,9 @@ _LOOK_S = 0.5
 
 
 class Push(Future[T]):
-    """The future of an app's push, with a flag that its failure will be seen.
+    """The future of an app's push, with a flag that says its failure will be seen.
 
-    ``is_heard`` is set when code gets the error from it, or registers a callback.
+    ``is_heard`` is set when code gets the error from the future, or registers a callback.
     """
 
     __slots__ = ("is_heard",)
@@ -129,7 +129,7 @@ class CloseTimer:
         return now - self._moved_at >= limit_s
 
     def waited_s(self, now: float) -> float | None:
-        """Return how long the node has waited, if it is time to log that; else None."""
+        """Return how long the node has waited if it is time to log that; else None."""
         if now < self._line_at:
             return None
         self._line_at = now + NEXT_LINE_S
@@ -262,7 +262,8 @@ def _amount(count: int, nbytes: int) -> str:
 def wait_until(io_queue: IOQueue, condition: Callable[[], bool], limit: float) -> bool:
     """Wait until ``condition()`` is true; the I/O thread checks it after each step.
 
-    From any other thread; ``limit`` is a time of ``time.monotonic``. Returns whether it is true.
+    Call it from another thread. ``limit`` is a time of ``time.monotonic``. Returns whether the
+    condition is true.
     """
     met = threading.Event()
 

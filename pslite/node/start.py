@@ -1,11 +1,11 @@
 """The start of a node: from settings to a running ``Postoffice``.
 
-Programs call ``start``; the simulator shares only ``make_node``. An import of this module does not
+Programs call ``start``; the simulator shares only ``make_node``. Importing this module does not
 start anything.
 
 A script may end right after a push. So when the interpreter ends, an exit handler on the main
 thread waits until the worker's pushes are applied and says goodbye. If a push was not applied, the
-process logs it and ends with code 120 (``docs/decisions/0025-the-last-push.md``). Read next:
+process logs it and exits with code 120 (``docs/decisions/0025-the-last-push.md``). Read next:
 ``shutdown.py``.
 """
 
@@ -73,7 +73,7 @@ def start(
         ConfigError: a setting is missing or wrong, the port is in use, or the job's key differs.
         DeadlineError: the cluster was not complete in time (the text names the missing nodes), or
             the scheduler's name could not be resolved in time. Servers and workers wait for that
-            here, also with ``wait=False``.
+            here, even with ``wait=False``.
     """
     unknown: list[str] = []
     if config is None:
@@ -305,10 +305,10 @@ def _leave(known: weakref.ref[Postoffice]) -> None:
 def _end_with_failure() -> None:
     """Make the interpreter end with code 120, from an exit handler.
 
-    Exceptions of a handler do not change the code, and ``os._exit`` would skip other handlers and
-    lose unwritten data of files. But the interpreter ends with code 120 if it cannot flush its
-    standard streams after all handlers (Python's documentation of ``sys.exit``). For standard
-    error it does not print a message about that.
+    An exception in a handler does not change the code, and ``os._exit`` would skip other handlers
+    and lose unwritten file data. But the interpreter exits with code 120 if it cannot flush its
+    standard streams after all handlers (Python's documentation of ``sys.exit``). If the stream is
+    standard error, it prints no message about that.
     """
     sys.stderr = _Unflushable(sys.stderr)
 

@@ -1,8 +1,8 @@
 """``Surveyor``: collects the status of all nodes and answers observers.
 
-An observer has only a connection: it is not in the roster, does not have a rank and does not enter
-barriers, and the scheduler keeps no state of it. ``protocol/surveys.py`` decides when to ask which
-nodes. This file sends the messages and makes the ``Survey``. ``scheduler.py`` uses it.
+An observer has only a connection: it is not in the roster, has no rank and enters no barriers, and
+the scheduler keeps no state about it. ``protocol/surveys.py`` decides when to ask which nodes. This
+file sends the messages and makes the ``Survey``. ``scheduler.py`` uses it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pslite.wire.survey import (
 )
 
 MAX_REPORT_BYTES = 1 << 18
-"""The limit of one node's report; most have some hundreds, with many waits thousands."""
+"""The most bytes of a node's report; most have a few hundred, with many waits thousands."""
 MAX_SURVEY_BYTES = MAX_HEADER_BYTES - (64 << 10)
-"""The limit of the answer to an observer: the message must fit into one header."""
+"""The most bytes of the answer to an observer: the message must fit into one header."""
 _DEADLOCK_SEARCH = ""
 """The name under which the scheduler itself asks for a survey; observers have other names."""
 _MOST_LACKING = 3
@@ -83,7 +83,7 @@ class Surveyor:
                 self._office.send(node, StatusQuestion(number, self._package))
 
     def long_wait(self, worker: int, now: float) -> None:
-        """Handle a worker's report that one of its threads waits for a long time."""
+        """Handle a worker's report that one of its threads has waited for a long time."""
         if len(self._office.membership.live(Role.WORKER)) == self._office.config.num_workers:
             self._deadlocks.long_wait(worker, self._office.config.num_workers, now)
         self.tick(now)
@@ -132,7 +132,7 @@ class Surveyor:
             lacking = [wait for report in reports.values() for wait in report.waits if wait.missing]
             self._on_deadlock(explained(calls, lacking))
 
-    # -- what is told ------------------------------------------------------------------
+    # -- the contents of a survey ------------------------------------------------------
 
     def _reports(self, now: float) -> dict[int, NodeReport]:
         """Return the reports of the last survey and the scheduler's own, by node id."""

@@ -17,16 +17,15 @@ between them:
 * There are two replies. ``accepted`` belongs to the channel (``protocol/channel.py``) and frees
   the sender's credits and buffers. ``Answer`` says that the rounds are applied, and carries the
   values if the worker asked for them.
-* Credits limit the bytes to each server that it has not accepted yet. They do not depend on
+* Credits limit the bytes sent to each server that it has not accepted yet. They do not depend on
   complete rounds, so workers that push in different orders cannot deadlock. Contributions that are
-  accepted and not yet applied are in the server's memory, which the window limits: bytes x workers
-  x (1 + window).
+  accepted but not yet applied are in the server's memory. The window limits that memory to bytes x
+  workers x (1 + window).
 * If several requests wait for credits, the one with the highest priority is sent first.
 
 An app may define its own form for the contributions and pulls of a part (``form`` of
-``Exchange``, ``ServerApp.take``). For example, some rows of a table are sent in this way. The
-rules are the same. Parts that are always requested together are kept as one (``unit.py``). This
-only saves time.
+``Exchange``, ``ServerApp.take``), for example to send some rows of a table. The rules are the
+same. Parts that are always requested together are kept as one (``unit.py``). This only saves time.
 
 A server's app applies the rounds (``ServerApp``). ``protocol/rounds.py`` decides which
 contributions belong to one round. ``node/postoffice.py`` connects all this with a van.

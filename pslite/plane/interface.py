@@ -1,6 +1,6 @@
 """The types of the data plane: parts, effects, and the app's interface.
 
-Pure. The docstring of the package (``pslite/plane``) has the whole contract.
+Pure. The docstring of the package (``pslite/plane``) states the whole contract.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Row:
         return b"".join(self._frames)
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return the bytes [start, stop) as a piece of one frame, else of this row."""
+        """Return the bytes [start, stop) as a piece of one frame, or else of this row."""
         index = min(bisect_right(self.stops, start), len(self.stops) - 1)
         if stop > self.stops[index]:
             return Piece(self, start, stop)
@@ -196,7 +196,7 @@ def _misfit(sizes: Sequence[int], frames: Sequence[Buffer]) -> ProtocolError:
 
 
 def _as_bytes(frame: Buffer) -> Buffer:
-    """Return the frame with items of one byte, as received frames already have."""
+    """Return the frame as single bytes; received frames already are."""
     if type(frame) is memoryview and frame.itemsize != 1:
         return frame.cast("B")
     return frame

@@ -60,7 +60,7 @@ class Replies:
         entries += [(part, round_) for part in parts]
 
     def sends(self, app: ServerApp, message_bytes: int) -> Iterator[Send]:
-        """Make the messages to workers: ``message_bytes`` at most, but at least one entry."""
+        """Make messages to workers, each of at most ``message_bytes`` or of one entry."""
         # Failures first: after a failed push, a worker gets the error before the pulled value.
         for (rank, pushed, consumed, _), (error, failures) in self.failures.items():
             for start in range(0, len(failures), _MAX_PARTS):

@@ -130,7 +130,7 @@ class ServerPlane:
         return sum(len(pull.parts) for unit in self._parts.distinct() for pull in unit.pulls)
 
     def open_rounds(self) -> list[OpenRound]:
-        """Return the rounds that have contributions of some workers and lack others."""
+        """Return the rounds that have contributions from some workers and lack others."""
         found = (unit.open_round() for unit in self._parts.distinct())
         return [open_round for open_round in found if open_round is not None]
 
@@ -202,7 +202,7 @@ class ServerPlane:
         return self._effects(replies, [])
 
     def finished(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Effect]:
-        """End the rounds of jobs that the pool has finished, also of jobs that failed."""
+        """End the rounds of jobs that the pool has finished, including failed jobs."""
         replies = Replies()
         ready: list[Unit] = []
         for job, outcome in zip(jobs, outcomes, strict=True):
@@ -258,7 +258,7 @@ class ServerPlane:
         return effects
 
     def tick(self, now: float) -> list[Effect]:
-        """Report long open rounds to the workers that wait for them: who is missing."""
+        """Tell the workers that wait for long open rounds who is missing."""
         effects: list[Effect] = []
         for unit in self._parts.distinct():
             waits = unit.overdue(now, self._stall_report_s)

@@ -24,10 +24,10 @@ class Transfer:
     """A push, a pull or both of some parts of one server.
 
     ``frames`` hold the bytes of the pushed parts in order, each frame whole parts. If ``frames``
-    is a function, the I/O thread calls it before it sends them. The frames belong to the plane
-    until it calls ``done``, when every part has been answered or given up: with None, or with the
-    first error. ``sink`` copies values out; its pieces are valid during the call. ``sizes`` are
-    the bytes of each part's value, and ``push_sizes`` the bytes of each pushed part, if different.
+    is a function, the I/O thread calls it before it sends them. Once every part has been answered
+    or given up, the plane calls ``done`` with None or with the first error; until then the frames
+    belong to the plane. ``sink`` copies values out; its pieces are valid during the call. ``sizes``
+    are the bytes of each part's value, and ``push_sizes`` those of each pushed part, if different.
 
     With a ``form`` of the app's own, a transfer with a ``sink`` is a pull. Its frames describe the
     request for each part, and ``sink`` must check the sizes of its pieces.
@@ -76,7 +76,7 @@ class Transfer:
         self.sink = sink
         self.done = done
         self.priority = priority
-        #: The caller does not want the values any more (a time-out); they are not copied out.
+        #: The caller no longer wants the values (a time-out), so they are not copied out.
         self.abandoned = False
         #: Index of a failed part -> its error; None if any part may have failed.
         self.failed: dict[int, BaseException] | None = {}
@@ -101,7 +101,7 @@ class Transfer:
         pieces: Sequence[Piece],
         versions: Sequence[int],
     ) -> None:
-        """Find the part for which the sink raised. May copy plain values twice."""
+        """Find the part for which the sink raised an error. May copy plain values twice."""
         if self.form or self.sink is None:
             self.failed = None
             self._error = self._error or self.unusable(indices, error)
@@ -185,7 +185,7 @@ class Transfer:
 
 
 def _nothing(error: BaseException | None) -> None:
-    """Do nothing: the replacement of ``done`` after its call."""
+    """Do nothing: replaces ``done`` after it has been called."""
 
 
 Request = tuple[Transfer, "int | None"]
@@ -258,13 +258,13 @@ class Requested:
             self.pushed -= 1
 
     def may_send(self, transfer: Transfer, window: int) -> bool:
-        """Return whether a request may be sent now, if no earlier request is held."""
+        """Return whether a request may be sent now, given that no earlier one is held."""
         if self.pulling is not None:
             return False
         return not transfer.push or len(self.inflight) <= window
 
     def find(self, round_: int, pushed: bool) -> Request | None:
-        """Find the request of an answer. None: it was answered before."""
+        """Find the request that an answer is for; None if it was answered before."""
         if pushed:
             return self.inflight.get(round_)
         if self.pulling is None:

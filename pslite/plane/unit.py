@@ -172,7 +172,7 @@ class Unit:
         return Job(self.parts, (largest,), (largest,), batch, wanted, is_formed=True)
 
     def finish(self, batch: Batch, error: BaseException | None, replies: Replies) -> None:
-        """End a round, also a failed one, and answer pulls that waited for it."""
+        """End a round, failed or not, and answer the pulls that waited for it."""
         self.rounds.finish()
         version = self.rounds.version
         for rank, round_ in batch.rounds:
@@ -197,10 +197,10 @@ class Unit:
         for pull in self.pulls:
             replies.fail(pull.rank, pull.pushed, True, error, self.parts, pull.after_round)
 
-    # -- rounds that are open for long -------------------------------------------------
+    # -- rounds that stay open for long ------------------------------------------------
 
     def open_round(self) -> OpenRound | None:
-        """Return the round that has contributions of some workers and lacks others."""
+        """Return the round that has contributions from some workers and lacks others."""
         open_round = self.rounds.missing()
         if open_round is None:
             return None
@@ -227,7 +227,7 @@ class Unit:
     # -- its shape ---------------------------------------------------------------------
 
     def resized(self, size: int, push_size: int, *, is_checked: bool) -> Unit:
-        """Return a copy of this unit, which is quiet, with other sizes."""
+        """Return a copy of this unit with other sizes; the unit must be quiet."""
         return replace(self, sizes=(size,), push_sizes=(push_size,), is_checked=is_checked)
 
     def split(self) -> list[Unit]:

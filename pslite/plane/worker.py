@@ -178,7 +178,7 @@ class WorkerPlane:
         self._advance(freed, touched)
 
     def stale(self, message: StaleEpoch) -> None:
-        """Send a request again in the server's epoch, once the scheduler announced it."""
+        """Resend a request in the server's epoch, once the scheduler has announced it."""
         if message.epoch > self.epoch:
             self._stale.append(message)
             return

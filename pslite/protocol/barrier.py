@@ -2,8 +2,8 @@
 
 Every node numbers its own barriers of a group, so a repeated request does not count twice or for
 the next barrier (ps-lite counts messages, ``src/van.cc``). A barrier ends with a release for all
-members, or with an error for the nodes that wait: a member is gone, or the time limit of a waiting
-node has passed. The error names the missing nodes.
+members, or with an error for the nodes that wait, because a member is gone or a waiting node's
+time limit has passed. The error names the missing nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pslite.ids import group_title
 from pslite.wire.messages import BarrierLeave, BarrierWaits
 
 Release = tuple[int, BarrierLeave]
-"""(node id, message): the barrier has ended; kind and error are empty after success."""
+"""(node id, message): the barrier has ended; kind and error are empty if it succeeded."""
 Overdue = tuple[tuple[int, ...], BarrierWaits]
 """(node ids, message): their barrier has been open for a long time, and nodes are missing."""
 
@@ -110,7 +110,7 @@ class Barriers:
         return releases
 
     def tick(self, now: float) -> list[Release]:
-        """End the barriers for which a node's time limit has passed, for all nodes."""
+        """End, for all nodes, the barriers in which a node's time limit has passed."""
         releases = []
         for (group, round_), wait in list(self._open.items()):
             if min(wait.arrived.values()) <= now:
@@ -120,7 +120,7 @@ class Barriers:
         return releases
 
     def give_up(self, error: type[Exception], text: str) -> list[Release]:
-        """End all open barriers with an error, also for nodes that reach them later."""
+        """End all open barriers with an error, even for nodes that reach them later."""
         releases = []
         for (group, round_), wait in list(self._open.items()):
             releases += self._end(group, round_, wait, error, text)

@@ -1,4 +1,4 @@
-"""Exactly-once delivery over a transport that loses and repeats messages.
+"""Exactly-once delivery over a transport that loses and duplicates messages.
 
 The transport may also delay and reorder them. Pure: no socket and no clock; the time is an
 argument.
@@ -8,8 +8,8 @@ all up to here") and the few numbers above it, and drops messages that it has se
 as an acknowledgement, which means "accepted", not "done". The sender keeps every message, by
 reference, until it is accepted. It sends the message again after a time-out or a new connection.
 A channel does not order messages: those that need an order (rounds of a part) have their own
-numbers (``rounds.py``). ps-lite's optional resender does this with ids cut to 8 bits and a set
-that grows for ever (``src/resender.h``).
+numbers (``rounds.py``). ps-lite's optional resender uses ids cut to 8 bits and a set that grows
+for ever (``src/resender.h``).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Channel:
         self._next_sequence = outgoing.sequence
 
     def drop_outgoing(self) -> None:
-        """Forget all sent messages: the peer will not accept them any more."""
+        """Forget all sent messages: the peer will no longer accept them."""
         self._unaccepted.clear()
         self.unaccepted_bytes = 0
         self.next_due = math.inf
@@ -116,10 +116,10 @@ class Channel:
     def repeats(
         self, now: float, *, at_once: bool = False, passed: float = math.inf
     ) -> list[Outgoing]:
-        """Return the messages to send again now; with ``at_once`` all not accepted.
+        """Return the messages to resend now; with ``at_once`` all that are not accepted.
 
-        Messages after the position ``passed`` are left out: they are still on a slow connection,
-        which a repetition would make even slower. Their time starts again.
+        Messages after the position ``passed`` are left out and their time starts again: they are
+        still on a slow connection, which a resend would make even slower.
         """
         if not at_once and now < self.next_due:
             return []

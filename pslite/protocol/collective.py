@@ -3,10 +3,10 @@
 Each rank of a group numbers its calls, so calls with one number belong together. A call is one
 round of messages, or several if its arrays are cut into chunks. A round is complete when every
 rank's message has arrived; then its result is computed. If two ranks make different calls under
-one number, a needed rank is gone, or a rank gives up the call, the call ends for all ranks with one
-error, also for ranks that make it later. Ranks may first ask whether all of them make a call; the
-answers number such calls. Events go in, effects come out: no arrays, no sockets, no clock. Read
-next: ``collective/server.py``, which carries out the effects.
+one number, a needed rank is gone, or a rank gives up the call, the call ends with the same error
+for all ranks, even for ranks that make it later. Ranks may first ask whether all of them make a
+call; the answers number such calls. Events go in, effects come out: no arrays, no sockets, no
+clock. Read next: ``collective/server.py``, which carries out the effects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_FAILED = 1024
 """The most failed calls to remember, for ranks that make them later."""
 MAX_LONG_WAITS = 1024
-"""The most calls to remember whose waits a server knows without seeing their messages."""
+"""The most calls to remember in which ranks wait but whose messages do not pass this server."""
 _MOST_ABSENCES = 8
 """The most ``join`` calls of a rank to remember, because older calls may still be in flight."""
 _MOST_SHAPES = 4
@@ -60,7 +60,7 @@ class CallKey(NamedTuple):
     number: int
 
     def text(self, call: CollectiveCall) -> str:
-        """Return a wait for this call in words."""
+        """Return words that describe a wait in this call."""
         which = f"named {self.name!r}" if self.name else f"number {self.number}"
         return f"{call.text}, the call {which} of {self.group.text}"
 
@@ -98,7 +98,7 @@ class Compute(Generic[T]):
     key: CallKey
     call: CollectiveCall
     messages: tuple[T, ...]
-    """One message for each sender, in the group's order; joined ranks do not send one."""
+    """One message from each sender, in the group's order; joined ranks do not send one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class AllReady(Generic[T]):
 
     messages: tuple[T, ...]
     number: int
-    """From 1 in each group; 0 where a rank has joined, and does not make the call."""
+    """From 1 in each group; 0 if a rank has joined and does not make the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class LeadersStep(NamedTuple):
 
 
 READY = CollectiveCall("ready")
-"""What all ranks, as leaders, send before a call to ask whether all of them make it."""
+"""The question that all ranks send, as leaders, before a call: do all of them make it?"""
 
 
 class Absence(NamedTuple):
@@ -267,8 +267,8 @@ class CallMatcher(Generic[T]):
     def missing(self, key: CallKey, rank: int, *, counts_waits: bool) -> list[int]:
         """Return the ranks in the job that a call still waits for; ``rank`` waits in it.
 
-        With ``counts_waits``, the messages of the call do not pass this server. Then a rank has
-        made the call if it has asked this question.
+        With ``counts_waits``, the messages of the call do not pass this server. Then a rank counts
+        as having made the call once it has asked this question.
         """
         if counts_waits:
             waiting = self._waiting.setdefault(key, set())
@@ -289,7 +289,7 @@ class CallMatcher(Generic[T]):
         return [] if key in self._failed else self._fail(key, error)
 
     def _look(self, key: CallKey, found: _OpenCall[T], chunk: int) -> list[CallEffect[T]]:
-        """Compute the round if it is complete; fail the call if it can never be."""
+        """Compute the round if it is complete; fail the call if it can never complete."""
         arrived, ranks = found.rounds[chunk], found.ranks
         missing = [rank for rank in ranks if rank not in arrived]
         absent = [rank for rank in missing if self._is_absent(key, rank)]

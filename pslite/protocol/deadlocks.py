@@ -2,12 +2,13 @@
 
 A worker reports when one of its waits has lasted long. Once all workers have, the scheduler asks
 every node for two things: whether it can act only after a message arrives, and a number that
-changes with each message. If all nodes answer yes, and answer a second round of questions, asked
-after all first answers, with yes and the same numbers, then there was a moment between the rounds
-when no node could act and no message was in flight. So no node will ever act again, whatever
-calls they wait in. This is how the end of a distributed computation is detected (F. Mattern,
-"Algorithms for distributed termination detection", Distributed Computing 2, 1987). If a node does
-not answer, is busy or has a new number, the search ends until all workers have reported again.
+changes with each message. If all nodes answer yes, the scheduler asks them again, after all these
+answers have arrived. If all nodes again answer yes, with the same numbers, then at some moment
+between the two rounds no node could act and no message was in flight. So no node will ever act
+again, whatever calls they wait in. This is how the end of a distributed computation is detected (F.
+Mattern, "Algorithms for distributed termination detection", Distributed Computing 2, 1987). If a
+node does not answer, is busy or has a new number, the search ends until all workers have reported
+again.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A peer is lost in one of three cases: its connection is gone and does not return
 dead (same machine, process id gone). In the first case, if bytes arrive on a connection that is
 being made, the node waits longer (``AWAITED_S``). Forked children of a dead process may keep its
 connections open; then the node waits for its last messages (``ENDED_S``). libzmq answers its
-heartbeats from its own thread, so a busy interpreter keeps its connection.
+heartbeats from its own thread, so a node with a busy interpreter keeps its connections.
 
 A peer is stalled if it is connected, but its own code has not sent a heartbeat for
 ``stall_report_s``. This is reported with the node's name, once in each such period. The peer is
@@ -18,10 +18,10 @@ import math
 from dataclasses import dataclass
 
 AWAITED_S = 30.0
-"""The most additional time to wait for a connection if its address answers. The answers may come
-from another program, or from a node with another key."""
+"""The most extra time to wait for a connection if its address answers. The answers may come from
+another program, or from a node with another key."""
 ENDED_S = 0.5
-"""A peer whose process has ended, but not its connection, is lost after this time of silence."""
+"""If a peer's process has ended but its connection has not, it is lost after this silence."""
 PROCESS_GONE = "its process is gone"
 
 
@@ -84,7 +84,7 @@ class ReconnectLoops:
         """Note the end of a connection; return a reason to give up after too many.
 
         ``progress`` counts the messages that got through in either direction. ``unaccepted_bytes``
-        wait to be accepted, and this connection has carried ``moved_bytes``.
+        is how many bytes wait to be accepted, ``moved_bytes`` how many this connection has carried.
         """
         stretch = self._peers.get(peer)
         if not unaccepted_bytes or stretch is None or stretch.progress != progress:
@@ -170,7 +170,7 @@ class Liveness:
             entry.answered_at = now
 
     def died(self, peer: str, what: str) -> list[Lost]:
-        """Declare a peer lost whose process is known to be dead."""
+        """Declare a peer lost, because its process is known to be dead."""
         return [Lost(peer, what)] if self._peers.pop(peer, None) is not None else []
 
     def ended(self, peer: str, now: float) -> None:

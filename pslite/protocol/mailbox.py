@@ -2,11 +2,12 @@
 
 Each worker has a box on one server. A letter stays there until its receiver requests it; if a
 request already waits, it gets the letter at once. Letters of one sender and tag stay in order. A
-box keeps a limited number of bytes. A letter over the limit waits, together with its sender, until
-there is room or it is requested. A message is one letter, or a first letter and further ones that
-are requested by number. Messages may overtake each other in the network. So the first letters of
-one sender, receiver and tag are numbered from 1, as are a receiver's requests for a tag, and are
-handled in that order. Events go in, effects come out. Read next: ``collective/mailbox.py``.
+box keeps a limited number of bytes. A letter over the limit waits, and so does its sender, until
+there is room or the letter is requested. A message is one letter, or a first letter and further
+ones that are requested by number. Messages may overtake each other in the network. So the first
+letters of one sender, receiver and tag are numbered from 1 and handled in that order, and so are
+a receiver's requests for a tag. Events go in, effects come out. Read next:
+``collective/mailbox.py``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """``Rendezvous`` and ``Membership``: joining and members. Pure.
 
-``Rendezvous`` is the scheduler's side: it collects registrations, gives ranks, and says who is
+``Rendezvous`` is the scheduler's side: it collects registrations, assigns ranks, and says who is
 missing. Ranks are stable: a node that requests a rank (the launcher's order) gets it, and the
 others get free ranks in the order of registration. Host names do not matter (ps-lite sorts by
 them). ``Membership`` is every node's view after that: the members, the epoch, and the gone nodes.
-``LossReports`` has reports of members about others. Such a report alone does not remove a member.
+``LossReports`` holds what members report about others. Such a report alone does not remove a
+member.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Rendezvous:
         self.roster: tuple[NodeInfo, ...] = ()
 
     def begin(self, now: float) -> None:
-        """Start to measure how long nodes wait."""
+        """Start measuring how long nodes wait."""
         self._started_at = now
 
     def register(
@@ -193,7 +194,7 @@ class Membership:
         return node.title if node is not None else f"{role_of(node_id).value} (node {node_id})"
 
     def peer_title(self, uid: str) -> str:
-        """Return the name for people of the node with this name in the van."""
+        """Return the title of the node that has this name in the van."""
         node_id = self.node_ids.get(uid)
         return uid if node_id is None else self.title(node_id)
 
@@ -267,15 +268,15 @@ class _Said:
     title: str
     until: float
     ended: str | None = None
-    """Why the reporting member is gone itself; None if it is not."""
+    """Why the reporting member itself is gone; None if it is not."""
 
 
 class LossReports:
     """Reports of lost nodes by members, and the members that wait for them.
 
     The scheduler decides from its own observations which node is lost, so that a member cannot
-    remove another. But a member that has lost another member ends too, and must not be named as the
-    cause. So the news of its end is postponed until its report can be confirmed.
+    remove another. But a member that loses another member ends too, and must not be named as the
+    cause. So the scheduler holds back the news of its end until it can confirm the report.
     """
 
     def __init__(self) -> None:
@@ -288,7 +289,7 @@ class LossReports:
             self._said[speaker] = _Said(about, reason, title, until)
 
     def puts_off(self, speaker: int, reason: str, now: float) -> bool:
-        """Return whether the end of ``speaker`` is postponed; ``ended`` returns it later."""
+        """Return whether to hold back the end of ``speaker``; ``ended`` returns it later."""
         said = self._said.get(speaker)
         if said is None or now >= said.until:
             return False
@@ -298,7 +299,7 @@ class LossReports:
         return True
 
     def ended(self, now: float) -> list[tuple[int, str]]:
-        """Return and remove members whose end was postponed long enough, with reasons."""
+        """Return and remove members whose end was held back long enough, with reasons."""
         over = [
             speaker
             for speaker, said in self._said.items()

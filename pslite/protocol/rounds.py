@@ -10,8 +10,8 @@ contributions in rank order, so sums repeat to the last bit.
 numbers, those of different workers in the order of arrival.
 
 In both, a contribution is (rank, round): each worker counts its own pushes of the part, from 1. A
-repeated contribution is known by its number and is not applied again. An early one waits if it is
-within the window; otherwise the sender has broken the protocol. A pull has ``after_round``, the
+repeated contribution is recognized by its number and is not applied again. An early one waits if it
+is within the window; otherwise the sender has broken the protocol. A pull has ``after_round``, the
 number of its sender's pushes so far, and is answered once these are applied. Read next:
 ``plane/unit.py``.
 """
@@ -59,12 +59,12 @@ class SyncRounds:
         self._open: dict[int, dict[int, Any]] = {}
         self._running = False
         self._dead_from: int | None = None
-        #: The gone rank without which further rounds cannot be complete; None if none is gone.
+        #: The gone rank without which further rounds cannot complete; None if none is gone.
         self.blocked_by: int | None = None
         self.version = 0
 
     def signature(self) -> object:
-        """Return a value that is equal for parts that have seen the same."""
+        """Return a value that is equal for parts that have seen the same events."""
         contributed = [(round_, sorted(found)) for round_, found in sorted(self._open.items())]
         return (
             self.version,
@@ -76,7 +76,7 @@ class SyncRounds:
         )
 
     def copy(self, payload: Callable[[int, int, Any], Any]) -> SyncRounds:
-        """Copy the state with other payloads: ``payload(rank, round, present one)``."""
+        """Copy the state with other payloads: ``payload(rank, round, old payload)``."""
         copy = SyncRounds(self._expected, self.window)
         copy._open = {
             round_: {rank: payload(rank, round_, found) for rank, found in contributions.items()}
@@ -161,7 +161,7 @@ class SyncRounds:
         """Give up the rounds that cannot be complete without ``rank``, which is gone.
 
         These are the first round without its contribution and all later rounds. Returns (rank,
-        round) of the contributions that are refused for this reason; these rounds do not count as
+        round) of the contributions that are therefore refused; these rounds do not count as
         applied.
         """
         if rank not in self._expected:
@@ -196,12 +196,12 @@ class AsyncRounds:
         return self._ranks.get(rank) or SyncRounds((rank,), self.window)
 
     def signature(self) -> object:
-        """Return a value that is equal for parts that have seen the same."""
+        """Return a value that is equal for parts that have seen the same events."""
         ranks = [(rank, rounds.signature()) for rank, rounds in sorted(self._ranks.items())]
         return self.version, self._running, self._order, ranks
 
     def copy(self, payload: Callable[[int, int, Any], Any]) -> AsyncRounds:
-        """Copy the state with other payloads: ``payload(rank, round, present one)``."""
+        """Copy the state with other payloads: ``payload(rank, round, old payload)``."""
         copy = AsyncRounds(self.window)
         copy._ranks = {rank: rounds.copy(payload) for rank, rounds in self._ranks.items()}
         copy._order, copy._running = list(self._order), self._running
@@ -225,7 +225,7 @@ class AsyncRounds:
         return self._of(rank).knows(rank, round_)
 
     def start(self) -> Batch | None:
-        """Start the oldest contribution that is next of its rank, and return it; or None."""
+        """Start and return the oldest contribution that is next for its rank, or None."""
         for position, rank in enumerate(self._order if self._running is None else ()):
             batch = self._ranks[rank].start()
             if batch is not None:
@@ -263,7 +263,7 @@ class AsyncRounds:
         return [entry for _, rounds in sorted(self._ranks.items()) for entry in rounds.waiting()]
 
     def abandon(self, rank: int) -> list[tuple[int, int]]:
-        """Drop contributions of a gone worker that wait for its missing ones."""
+        """Drop a gone worker's contributions that wait for its missing earlier ones."""
         rounds = self._of(rank)
         for _ in rounds.abandon(rank):
             self._order.remove(rank)

@@ -3,9 +3,9 @@
 Observers ask, and so does the search for deadlocks (``deadlocks.py``). ``pslite/node/surveyor.py``
 uses both.
 
-One survey runs at a time, and everyone who asks in that time gets its result. A survey that began
-a moment ago is used again, so that frequent questions do not make the nodes busy. No asker is
-answered more often than that, so that unread answers do not pile up. A survey ends when all nodes
+One survey runs at a time, and everyone who asks in that time gets its result. A recent survey is
+used again, so that frequent questions do not keep the nodes busy. No asker is answered more often
+than that, so that unread answers do not pile up. A survey ends when all nodes
 have answered or ``ANSWER_S`` has passed, so a stopped node does not delay askers. At most
 ``MAX_ASKERS`` may wait.
 """
@@ -22,7 +22,7 @@ ANSWER_S = 2.0
 FRESH_S = 0.5
 """A survey that is younger than this is used again."""
 MAX_ASKERS = 64
-"""The most waiting askers; a further one replaces the oldest."""
+"""The most waiting askers; one more replaces the oldest."""
 
 
 class Surveys(Generic[T]):

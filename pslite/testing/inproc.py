@@ -1,15 +1,15 @@
 """``InprocVan``: a van without sockets, for nodes of one process.
 
-It keeps the whole contract of ``van/base.py``: what works here works over TCP. A hub
-(:class:`InprocNetwork`) is a world of its own; any number may exist at once. Vans may have a
+It keeps the whole contract of ``van/base.py``: code that works here works over TCP. Each hub
+(:class:`InprocNetwork`) is a separate network, and there may be several. Vans may have a
 thread each (``poll`` blocks) or share one (the simulator calls ``poll(0)``, which never waits,
-for the vans that ``on_ready`` names; the order of everything then follows from the calls alone).
-No clock, no thread of its own; each van belongs to its owner's thread. Read next:
+for the vans that ``on_ready`` names; then the calls alone determine the order of all events).
+It has no clock and no thread; each van belongs to its owner's thread. Read next:
 ``van/faulty.py``.
 
-**Frames are kept by reference when sent and copied when polled.** That is later than a real
-network would read a small frame and about when it reads a large one, so a sender that reuses a
-buffer too early is seen by its tests as corrupted data.
+**Frames are kept by reference when sent and copied when polled.** A real network reads a small
+frame earlier and a large one at about that time. So if a sender reuses a buffer too early, its
+tests see corrupted data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Address: TypeAlias = tuple[str, int]
 class _End:
     """One side of a connection; messages go to the inbox of ``far.van``.
 
-    ``closed`` means that this side's owner hears and says nothing more on the connection.
+    ``closed`` means that this side's owner neither sends nor receives on the connection.
     """
 
     van: InprocVan
@@ -55,7 +55,7 @@ class _End:
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One peer of ``connect``: its present connection, or what waits for the next one."""
+    """A peer of ``connect``: its connection, or the messages that wait for one."""
 
     van: InprocVan
     peer: str
@@ -65,27 +65,27 @@ class _Link:
 
 
 _Item: TypeAlias = "tuple[_End, _Frames | str | None]"
-"""An end and what came to it: a message, the reason of its end, or ``None`` for its beginning."""
+"""A side and its news: a message, the reason why it ended, or ``None`` if it has begun."""
 
 
 class InprocNetwork:
     """The hub of the vans: listeners, and connections that wait for one.
 
-    ``on_ready(van)`` is called, without a lock, whenever the inbox of ``van`` becomes non-empty,
-    in the thread whose call filled it. The other methods are for vans, with :attr:`lock` held;
-    they add the vans whose inbox they filled to the list ``filled``.
+    When the inbox of ``van`` becomes non-empty, ``on_ready(van)`` is called without a lock, on the
+    thread that filled it. The other methods are for vans, with :attr:`lock` held; they add the vans
+    whose inbox they filled to the list ``filled``.
     """
 
     def __init__(self, on_ready: Callable[[InprocVan], None] | None = None) -> None:
         self.on_ready = on_ready
         self.lock = threading.Lock()
-        """Guards this object and, of each van, its inbox and the state of its connections."""
+        """Guards this object, and each van's inbox and connections."""
         self._listeners: dict[_Address, InprocVan] = {}
         self._waiting: list[_Link] = []
         self._next_port = FIRST_FREE_PORT
 
     def listen(self, van: InprocVan, host: str, port: int, filled: list[InprocVan]) -> int:
-        """Register ``van`` and connect those who wait for its address; returns the port."""
+        """Register ``van``, and connect vans that wait for its address; return the port."""
         if port == 0:
             while (host, self._next_port) in self._listeners:
                 self._next_port += 1
@@ -122,7 +122,7 @@ class InprocNetwork:
         self._listeners = {at: other for at, other in self._listeners.items() if other is not van}
 
     def tell(self, filled: list[InprocVan]) -> None:
-        """Call ``on_ready`` for ``filled``; to be called without the lock."""
+        """Call ``on_ready`` for ``filled``; call this without the lock."""
         if self.on_ready is not None:
             for van in filled:
                 self.on_ready(van)
@@ -143,7 +143,7 @@ class InprocVan(Van):
         self._closed = False
         self._links: dict[str, _Link] = {}
         self._accepted: dict[str, _End] = {}
-        self._ends: dict[_End, None] = {}  # all whose far side is open, in order of their making
+        self._ends: dict[_End, None] = {}  # the sides whose far side is open, oldest first
 
     def bind(self, host: str, port: int, *, listen_fd: int | None = None) -> int:
         check_bind_address(host, port)
@@ -254,7 +254,7 @@ class InprocVan(Van):
             self._is_waiting = False
 
     def _begin(self, end: _End, events: list[VanEvent]) -> None:
-        """Begin a connection; an accepted one replaces an older one of its uid."""
+        """Begin a connection; an accepted one replaces an older one of the same uid."""
         if end.closed:
             return
         if end.link is None:
@@ -268,7 +268,7 @@ class InprocVan(Van):
         events.append(Connected(end.peer))
 
     def _lose(self, end: _End, reason: str, events: list[VanEvent]) -> None:
-        """End a connection; reopen one of ``connect`` once its peer listens again."""
+        """End a connection; if it was made by ``connect``, reopen it when possible."""
         filled: list[InprocVan] = []
         with self._lock:
             self._ends.pop(end, None)
@@ -289,12 +289,12 @@ class InprocVan(Van):
 
 
 def _delivered(frame: bytes | memoryview) -> bytes | memoryview:
-    """Return what the receiver gets: its own copy, read only now."""
+    """Return the receiver's own copy of a frame; the frame is read only now."""
     return frame if type(frame) is bytes else memoryview(bytearray(frame))
 
 
 def _connect(link: _Link, listener: InprocVan, filled: list[InprocVan]) -> None:
-    """Make the two ends of a connection and send what waited for it."""
+    """Make the two ends of a connection, and send the messages that waited for it."""
     near, far = _End(link.van, link.peer, link), _End(listener, link.van.uid, None)
     near.far, far.far = far, near
     link.end = near

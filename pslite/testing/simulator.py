@@ -1,9 +1,9 @@
 """The simulator: a cluster in one thread, with virtual time and faults.
 
-The nodes are the real ones (``node/postoffice.py``), on in-process vans wrapped in fault injectors;
-only the clock, the pool and who steps when belong to the simulation. Everything random comes
-from one integer, so any run repeats from it, message for message. Workers are driven by
-scripts: generators that yield futures (to wait for), or seconds of virtual time (to sleep).
+The nodes are the real ones (``node/postoffice.py``), on in-process vans wrapped in fault injectors.
+Only the clock, the pool and the order of the nodes' steps are simulated. All random numbers come
+from one seed, so a run with the same seed repeats message for message. Scripts drive the workers:
+generators that yield futures (to wait for), or seconds of virtual time (to sleep).
 
 ::
 
@@ -39,7 +39,7 @@ from pslite.van.faulty import FaultPlan, FaultyVan
 Script = Callable[[Postoffice], Generator[Any, Any, None]]
 
 
-#: A cluster that does so much without time passing is running in a circle.
+#: A cluster that makes this many steps while no time passes is in an endless loop.
 _MAX_STEPS_AT_ONE_TIME = 100_000
 
 
@@ -59,7 +59,7 @@ class Faults(FaultPlan):
     """How long a cut lasts; shorter than the time after which a peer counts as lost."""
 
 
-#: Settings of simulated nodes: small numbers, so that every rule is met in a short run.
+#: Settings of simulated nodes: small numbers, so that a short run exercises every rule.
 DEFAULTS: dict[str, Any] = {
     "root_uri": "sim",
     "root_port": 9091,
@@ -72,7 +72,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class _Van(InprocVan):
-    """Tells the simulation when the node wants to be stepped."""
+    """Tells the simulation when the node needs a step."""
 
     def __init__(self, network: InprocNetwork, uid: str, wake: Callable[[str], None]) -> None:
         super().__init__(network, uid)
@@ -102,7 +102,7 @@ class _Pool:
         simulation.at(self._free_at[lane], run)
 
     def is_idle(self, lane: int) -> bool:
-        return False  # else nothing would happen while a round is being applied
+        return False  # otherwise nothing could happen while a round is being applied
 
     @property
     def num_jobs(self) -> int:
@@ -142,8 +142,8 @@ class Simulation:
         }
         self._prepare = prepare
         self.nodes: dict[str, Postoffice] = {}
-        #: When each node has something to do by itself. It changes only in a step, and whatever
-        #: else might change it wakes the node.
+        #: When each node next has something to do by itself. Only a step changes it; any other
+        #: event that might change it wakes the node.
         self._dues: dict[str, float] = {}
         self._vans: dict[str, FaultyVan] = {}
         self._dead: set[str] = set()
@@ -188,7 +188,7 @@ class Simulation:
     # -- what happens when -------------------------------------------------------------
 
     def at(self, time: float, event: Work) -> None:
-        """Let ``event`` happen at this virtual time."""
+        """Schedule ``event`` for a virtual time."""
         heapq.heappush(self._events, (time, next(self._order), event))
 
     def _plan_cuts(self) -> None:
@@ -247,7 +247,7 @@ class Simulation:
         self._until(condition, [], limit_s)
 
     def finish(self, limit_s: float = 300.0) -> None:
-        """Let all workers say goodbye, and wait for servers and scheduler to be finished."""
+        """Let all workers say goodbye, and wait until all servers are finished."""
         for node in self.workers:
             node.io_queue.call(node.control.say_goodbye)
         ends = [node.finished for node in self.servers]
@@ -268,7 +268,7 @@ class Simulation:
                 self._wake_due()
 
     def _step(self) -> None:
-        """Step one of the nodes that have something to do, at random."""
+        """Step a random one of the nodes that have something to do."""
         names = list(self._ready)
         name = names[self.random.randrange(len(names))] if len(names) > 1 else names[0]
         del self._ready[name]
@@ -299,7 +299,7 @@ class Simulation:
 
 
 class _Task:
-    """A script that is being driven."""
+    """A running script."""
 
     def __init__(
         self, simulation: Simulation, node: Postoffice, steps: Generator[Any, Any, None]
@@ -312,7 +312,7 @@ class _Task:
         self.error: BaseException | None = None
 
     def wake(self, done: Future[Any] | None = None) -> None:
-        """Go on, at the present virtual time but after whatever runs now."""
+        """Continue at the current virtual time, after the code that runs now."""
         self._simulation.at(self._simulation.now, lambda: self._advance(done))
 
     def _advance(self, done: Future[Any] | None) -> None:

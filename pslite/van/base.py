@@ -1,42 +1,43 @@
 """``Van``: the interface of transports between named nodes.
 
-A van knows no ranks, keys, rounds or retries and never looks into a frame. What it promises is
-little on purpose: the layer above numbers its messages, acknowledges them and sends them again.
-All methods but :meth:`Van.wake` are called from one thread, the van's owner. Read next:
+A van does not know ranks, keys, rounds or retries, and never looks into a frame. It promises little
+on purpose: the layer above numbers its messages, acknowledges them and resends them. All methods
+except :meth:`Van.wake` are called from one thread, the van's owner. Read next:
 ``testing/inproc.py`` (the same contract without sockets), then ``van/zmq/van.py``.
 
 What every van promises
+
     * **Connections.** ``connect(peer, address)`` opens a connection to the listener at the
-      address and keeps trying, also after a loss, until ``disconnect(peer)``. The connecting
+      address and keeps trying, even after a loss, until ``disconnect(peer)``. The connecting
       end chooses the peer's name; the accepting end knows the connection by the ``uid`` of the
       van that opened it. A connection carries messages both ways. The names that a van gives to
-      ``connect`` and the uids of those who connect to it share one name space, so two nodes
-      open one connection between them, never one from each side.
+      ``connect`` and the uids of the vans that connect to it share one name space. So two nodes
+      share one connection that one of them opens, never one opened from each side.
     * **Events.** Both ends see ``Connected(peer)``, then messages in the order of sending, then
-      ``Disconnected(peer)``; nothing of a connection comes outside this bracket. Messages that
-      take a pipe (``offer_pipe``) keep their order among themselves only, and large ones keep none
-      where they are ``spread``. Messages that had
-      arrived when a connection ended come before its ``Disconnected``. An owner that calls
-      ``disconnect`` or ``close`` hears nothing more of that connection; the other end does.
-    * **One connection a uid.** When a uid connects again while its old connection still seems
+      ``Disconnected(peer)``; no event of a connection comes before or after these. Messages
+      through a pipe (``offer_pipe``) keep their order only among themselves, and large messages
+      on several connections (``spread``) keep no order. Messages that had arrived when a
+      connection ended come before its ``Disconnected``. An owner that calls ``disconnect`` or
+      ``close`` gets no more events of that connection; the other end does.
+    * **One connection per uid.** If a uid connects again while its old connection still seems
       alive (a node was restarted, its old machine froze), the accepting end sees
-      ``Disconnected`` and then ``Connected``; the old connection is never heard again.
-    * **Loss.** A message may be lost with its connection, and the sender is not told which.
-      What was sent on a connection that is reported as lost will never be sent later: its
-      buffers are released. Messages sent to a peer of ``connect`` before the connection is
-      there wait for it; those to an unknown name, or to an accepted peer that is gone, are
+      ``Disconnected`` and then ``Connected``. It never hears from the old connection again.
+    * **Loss.** A message may be lost with its connection, and the sender does not learn which.
+      Once a connection is reported as lost, nothing that was sent on it will be sent later: its
+      buffers are released. Messages to a peer of ``connect`` wait for the connection if it does
+      not exist yet. Messages to an unknown name, or to an accepted peer that is gone, are
       dropped.
-    * **Strangers.** A van with a key demands it from everybody who connects, and says nothing to
-      a listener that has not proved that it has the key and is the van whose uid ``connect`` was
-      given as the peer's name; a van without one stays on this machine (over TCP: loopback
-      addresses only). ``Denied`` and ``TurnedAway`` tell the two ends of a connection that did
-      not come about.
+    * **Strangers.** A van with a key demands it from every peer that connects. It sends nothing
+      to a listener before the listener proves two things: that it has the key, and that it is
+      the van whose uid was given to ``connect`` as the peer's name. A van without a key stays on
+      this machine (over TCP: loopback addresses only). If a connection is rejected, ``Denied``
+      tells the connecting end and ``TurnedAway`` the accepting end.
     * **Memory.** A van may read a frame's buffer long after ``send`` returned (a large frame is
-      sent without a copy), so the caller leaves it alone until the receiver has acknowledged
+      sent without a copy). So the caller must not change it until the receiver has acknowledged
       the message or the connection is reported as lost. Received frames belong to the
-      receiver and live as long as it refers to them; some can only be read.
-    * **Pressure.** ``send`` never blocks and a van never refuses to receive: how much may be
-      under way is bounded by the credits of the layer above.
+      receiver and live as long as it refers to them; some are read-only.
+    * **Pressure.** ``send`` never blocks, and a van never refuses to receive. The credits of the
+      layer above limit how much is in flight.
 """
 
 from __future__ import annotations
@@ -81,15 +82,15 @@ class Disconnected:
     peer: str
     reason: str
     moved_bytes: int = field(default=0, compare=False)
-    """What it brought in both directions, as far as that is known: at least so much."""
+    """The bytes that it carried in both directions, or fewer if the van does not know all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denied:
     """The listener at the address of ``peer`` rejects this van.
 
-    Comes once a ``connect``, before any ``Connected``, and only when waiting longer would be no
-    use: another key, another mechanism, or an address that may not be connected to. ``reason``
+    Comes at most once per ``connect``, before any ``Connected``, and only if waiting longer cannot
+    help: the key or the mechanism differs, or connecting to the address is not allowed. ``reason``
     is a sentence for the user. The van does not try again.
     """
 
@@ -99,13 +100,13 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """Connections of strangers were rejected, ``count`` since the last event.
+    """Strangers' connections were rejected, ``count`` of them since the last event.
 
-    No more than one such event for each address and reason in a while.
+    The interval between such events for one address and reason is limited.
     """
 
     address: str
-    """Where they came from; empty where that is not known."""
+    """Where they came from; empty if that is not known."""
     reason: str
     count: int
 
@@ -118,13 +119,13 @@ class PipeTicket(NamedTuple):
 
     fd: int
     inode: int
-    """The kernel's number of the pipe: no two are alike while both exist."""
+    """The kernel's number of the pipe; no two existing pipes share one."""
 
 
 class Van(abc.ABC):
     """A transport of frames between this node and its peers.
 
-    The module's text has the contract.
+    The module's docstring has the contract.
     """
 
     uid: str
@@ -134,50 +135,50 @@ class Van(abc.ABC):
     def bind(self, host: str, port: int, *, listen_fd: int | None = None) -> int:
         """Listen at ``host`` (a name or an address) and return the port.
 
-        Port 0 takes a free one. Every interface is opened by ``"0.0.0.0"`` or ``"::"`` only,
-        never by ``"*"``. ``listen_fd`` is a TCP socket that listens already (inherited from the
-        launcher); the van owns it from then on. Raises :class:`ConfigError` that names host
-        and port when they are busy, not of this machine or not resolvable.
+        Port 0 takes a free one. Only ``"0.0.0.0"`` or ``"::"`` opens every interface, never
+        ``"*"``. ``listen_fd`` is a TCP socket that already listens (inherited from the
+        launcher); the van owns it from then on. If the port is in use, or the host does not belong
+        to this machine or cannot be resolved, raises a :class:`ConfigError` that names both.
         """
 
     @abc.abstractmethod
     def connect(self, peer: str, address: str) -> None:
         """Open a connection to ``address`` (``tcp://host:port``), called ``peer``.
 
-        Returns at once; the peer need not listen yet. A peer that is connected already is
-        disconnected first. Raises :class:`ConfigError` for an address of another form.
+        Returns at once; the peer need not listen yet. If the peer is already connected, it is
+        disconnected first. Raises :class:`ConfigError` if the address has another form.
         """
 
     @abc.abstractmethod
     def disconnect(self, peer: str) -> None:
         """Forget ``peer``; no event follows. Unknown names are ignored.
 
-        A connection of ``connect`` is closed; what was sent after its ``Connected`` still
-        leaves. One that was accepted is no longer heard or sent to until its other end opens
-        a new one.
+        A connection made by ``connect`` is closed, but messages sent after its ``Connected`` still
+        leave. A connection that was accepted is no longer read or written, until its other end
+        opens a new one.
         """
 
     @abc.abstractmethod
     def send(self, peer: str, frames: Sequence[Buffer]) -> None:
-        """Send one message. Never blocks, never raises for a gone peer.
+        """Send one message. Never blocks, and never raises an error if the peer is gone.
 
-        The buffers may be read later: see *Memory* above. Raises :class:`UsageError` for what
-        can never be sent: no frame, nothing but one empty frame (vans use it among
-        themselves), memory with gaps, a frame over the van's limit.
+        The buffers may be read later: see *Memory* above. Raises :class:`UsageError` for a message
+        that can never be sent: no frame, a single empty frame (vans use it among themselves),
+        memory with gaps, a frame over the van's limit.
         """
 
     @abc.abstractmethod
     def poll(self, timeout_s: float | None) -> list[VanEvent]:
         """Wait until something arrives, :meth:`wake` is called or time is up.
 
-        0 never waits and ``None`` waits for ever. The list may be empty, and holds a bounded
-        number of messages when many are there.
+        0 never waits and ``None`` waits for ever. The list may be empty. If many messages have
+        arrived, it holds a limited number of them.
         """
 
     def next_due(self) -> float:
         """Return when to call ``poll`` even if no event arrives.
 
-        Only vans that hold messages back under a clock of their caller have such a time.
+        Only vans that hold messages back by their caller's clock have such a time.
         """
         return math.inf
 
@@ -188,36 +189,38 @@ class Van(abc.ABC):
     def in_transit(self, peer: str) -> int:
         """Return the bytes that were sent to ``peer`` and have not arrived yet.
 
-        An estimate; they are always the last that were sent. 0 where a van does not know.
+        This is an estimate; the bytes are always the last that were sent. 0 if a van does not know.
         """
         return 0
 
     def is_answered(self, peer: str) -> bool:
-        """Return whether a lost connection with ``peer`` may return soon.
+        """Return whether a lost connection to ``peer`` may return soon.
 
-        That is so where bytes arrive on one that is being made, which a dead machine, a dead
-        process and a stopped one do not send. Who accepts does not know yet who it is then. False
-        where a van does not know.
+        This is so if bytes arrive on a connection that is being made, because a dead machine and a
+        dead or stopped process do not send any. An accepting van does not know yet whose connection
+        that is. False if a van does not know.
         """
         return False
 
     def spread(self, peer: str, connections: int) -> None:  # noqa: B027 - vans may ignore it
         """Spread large messages to and from ``peer`` over this many ``connections``.
 
-        For networks that give one flow less than all. Never fewer than before, and fewer than
-        asked, or no further one, where they cannot be had. Such messages may overtake each other
-        and others, and what was sent by one flow may still arrive when another one is lost.
+        This is for networks that do not give one TCP flow their full bandwidth. The number never
+        decreases. It may be lower than requested, or stay 1, if the van cannot open more. Such
+        messages may overtake each other and other messages, and messages on one connection may
+        still arrive after another connection is lost.
         """
 
     def offer_pipe(self, peer: str) -> PipeTicket | None:
-        """Make a pipe by which ``peer``, a connected process here, may send.
+        """Make a pipe through which ``peer``, a connected process here, may send.
 
-        A shortcut for small messages; ``None`` where a van has none. It ends with the connection.
+        It is a shortcut for small messages and ends with the connection. ``None`` if the van has
+        no pipes.
         """
         return None
 
     def take_pipe(self, peer: str, pid: int, ticket: PipeTicket) -> bool:
-        """Send small messages by the pipe that ``peer`` offers; return whether it works."""
+        """Use the pipe that ``peer`` offers for small messages; return whether it works."""
         return False
 
     @abc.abstractmethod
@@ -228,8 +231,8 @@ class Van(abc.ABC):
     def close(self) -> None:
         """Close all connections and free everything; the peers see ``Disconnected``.
 
-        What was sent over living connections still leaves, within a short bounded time. Twice
-        is harmless; afterwards ``send`` drops and ``poll`` returns nothing.
+        Messages sent over living connections still leave, within a short limited time. Idempotent;
+        afterwards ``send`` drops messages and ``poll`` returns no events.
         """
 
 

@@ -1,12 +1,12 @@
-"""Splitting of large frames into pieces, and their reassembly. Pure.
+"""Split large frames into pieces, and reassemble them. Pure.
 
-No connection carries a frame of more than ``PIECE_BYTES``. So a stranger who has not proven yet
-that it knows the key can have a node allocate no more than that, heartbeats get through between
-two pieces, and a large value is copied to its place while the rest of it is still on the way.
-A message with a larger frame travels as several: each has a head that begins with ``MARK``, which
-no other message begins with, and then one piece. The first head tells the sizes of all frames. All
-pieces of a message take the same connection, in order; ``docs/wire.md``, section 3, is the
-specification. Runs on the owner's thread. Read next: ``van/zmq/sockets.py``.
+No connection carries a frame of more than ``PIECE_BYTES``. So a stranger who has not yet proved
+that it knows the key cannot make a node allocate more than that, heartbeats get through between
+two pieces, and a large value is copied to its place while the rest of it is still in flight.
+A message with a larger frame is sent as several messages. Each has a head that begins with
+``MARK``, which no other message begins with, and then one piece. The first head has the sizes of
+all frames. All pieces of a message take the same connection, in order; ``docs/wire.md``, section 3,
+is the specification. Runs on the owner's thread. Read next: ``van/zmq/sockets.py``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pslite.errors import ProtocolError
 from pslite.van.base import MAX_FRAMES, size_of
 
 PIECE_BYTES = 4 << 20
-"""The most that one message of a collective call has, so that it is received without a copy."""
+"""No message of a collective call is larger than this, so it is received without a copy."""
 MARK = b"\xc1"
-"""MessagePack never uses this byte, and what nodes say begins with a MessagePack array."""
+"""MessagePack never uses this byte, and nodes' messages begin with a MessagePack array."""
 _MARK_BYTE = MARK[0]
 
 
 def cut(frames: list[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:
     """Return the messages that carry these frames: one, unless a frame is large.
 
-    Nothing is copied; pieces are views of the frames.
+    This copies nothing; pieces are views of the frames.
     """
     if all(size_of(frame) <= PIECE_BYTES for frame in frames):
         yield frames
@@ -51,8 +51,8 @@ class Reassembly:
     """Reassembles the messages of one connection from pieces.
 
     Args:
-        max_frame_bytes: the largest frame.
-        max_total_bytes: all frames of a message together.
+        max_frame_bytes: the most bytes of a frame.
+        max_total_bytes: the most bytes of all frames of a message together.
     """
 
     __slots__ = ("_filled", "_frames", "_max_frame_bytes", "_max_total_bytes", "_sizes", "_target")
@@ -60,20 +60,20 @@ class Reassembly:
     def __init__(self, max_frame_bytes: int, max_total_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._max_total_bytes = max_total_bytes
-        #: Of the frames that are not complete, the next one last.
+        #: The sizes of the frames that are not complete, the next one last.
         self._sizes: list[int] = []
         self._frames: list[bytes | memoryview] = []
-        #: Where the present frame goes, and how much of it is there.
+        #: The memory of the current frame, and how much of it has arrived.
         self._target: memoryview | None = None
         self._filled = 0
 
     def take(self, message: Sequence[bytes | memoryview]) -> list[bytes | memoryview] | None:
-        """Take in a piece; returns all frames of its message when it was the last one.
+        """Add a piece; if it was the last, return all frames of its message.
 
-        A frame that came whole is handed on without a copy, others are copied.
+        A frame that arrived in one piece is returned without a copy; others are copied.
 
         Raises:
-            ProtocolError: it does not fit what came before, or the message is over the limits.
+            ProtocolError: the piece does not fit those before it, or the message is too large.
         """
         head, piece = message
         if len(head) > 1:

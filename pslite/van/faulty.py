@@ -1,12 +1,12 @@
 """``FaultyVan``: a van that loses, repeats, delays and reorders messages.
 
 The same seed, plan and calls give the same faults: every wrapper has its own random generator,
-seeded once. (ps-lite's PS_DROP_MSG seeds again for each message from the wall clock in seconds,
-so that all messages of one second share one fate; ``src/van.cc``.) Time comes from the caller's
-clock, so the simulator's virtual one will do. Knows nothing of what the frames mean; runs on the
-owner's thread. Read next: the simulator, or the tests of the injector's statistics.
+seeded once. (ps-lite's PS_DROP_MSG reseeds for each message from the wall clock in seconds, so all
+messages of one second share one fate; ``src/van.cc``.) The time comes from the caller's clock,
+which may be the simulator's virtual one. A ``FaultyVan`` does not know what the frames mean; it
+runs on the owner's thread. Read next: the simulator, or the tests of the injector's statistics.
 
-A held message is kept by reference, as one that libzmq has not sent yet, and is thrown away when
+A held message is kept by reference, like one that libzmq has not sent yet, and is dropped when
 its connection is lost, as ``base.py`` promises.
 """
 
@@ -38,10 +38,10 @@ class FaultPlan:
     Args:
         drop: a sent message is lost.
         duplicate: a sent message is sent twice; each copy may be delayed by itself.
-        delay: a message waits for a time drawn evenly from ``delay_s``.
+        delay: a message waits for a random time, uniform in ``delay_s``.
         delay_s: (shortest, longest) in seconds of the clock.
-        reorder: a message waits for a time drawn evenly from ``reorder_s``, so that some of
-            those sent after it overtake it.
+        reorder: a message waits for a random time, uniform in ``reorder_s``, so that some
+            messages sent after it overtake it.
         reorder_s: (shortest, longest) in seconds of the clock.
     """
 
@@ -57,13 +57,13 @@ COUNTED = ("sent", "dropped", "duplicated", "delayed", "reordered", "received", 
 
 
 class FaultyVan(Van):
-    """A :class:`Van` that passes everything to ``inner`` except for faults.
+    """A :class:`Van` that passes everything on to ``inner``, and adds faults.
 
-    ``drop_received`` is the probability that a message which has arrived is lost (what the
-    original's PS_DROP_MSG does). ``counts`` tells what was done: how many messages were ``sent``
-    by the owner and, of these, ``dropped``, ``duplicated``, ``delayed`` and ``reordered`` (each
-    copy counts); ``received`` from ``inner`` and, of these, ``drop_received``; ``cut``: lost to
-    :meth:`cut` in either direction; ``discarded``: held when their connection was lost.
+    ``drop_received`` is the probability that a message is lost after it has arrived (as with
+    ps-lite's PS_DROP_MSG). ``counts`` has the number of messages that the owner ``sent`` and, of
+    these, ``dropped``, ``duplicated``, ``delayed`` and ``reordered`` (each copy counts); the number
+    ``received`` from ``inner`` and, of these, ``drop_received``; ``cut``: lost to :meth:`cut` in
+    either direction; ``discarded``: held when their connection was lost.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FaultyVan(Van):
         self._plan = plan
         self._drop_received = drop_received
         self._clock = clock
-        # Two generators, so that what is sent meets the same faults whatever arrives between.
+        # Two generators, so that sent messages get the same faults whatever arrives in between.
         self._on_send = random.Random(seed)
         self._on_receive = random.Random(self._on_send.getrandbits(64))
         self._held: list[tuple[float, int, str, list[bytes | memoryview]]] = []
@@ -91,12 +91,12 @@ class FaultyVan(Van):
         self._news: list[Disconnected] = []
 
     def cut(self, peer: str, until: float) -> None:
-        """Lose everything to and from ``peer`` until the clock shows ``until``.
+        """Lose all messages to and from ``peer`` until the clock shows ``until``.
 
-        The owner sees ``Disconnected`` at its next poll and ``Connected`` at the first poll
-        from ``until`` on, if there is a connection then. What has arrived by that poll is lost
-        too. Only this end is cut off: the peer notices nothing but silence unless it is cut as
-        well. Cutting again prolongs; ``math.inf`` is for ever.
+        The owner sees ``Disconnected`` at its next poll, and ``Connected`` at the first poll at or
+        after ``until`` if there is a connection then. Messages that have arrived by that poll are
+        lost too. Only this end is cut off: the peer notices only silence, unless it is cut as
+        well. A second cut can only make the cut longer; ``math.inf`` is for ever.
         """
         if peer in self._cuts:
             self._cuts[peer] = max(until, self._cuts[peer])
@@ -139,7 +139,7 @@ class FaultyVan(Van):
             stop = min(due, end)
             events = self._turn(None if stop == math.inf else max(0.0, stop - self._clock()))
             now = self._clock()
-            if events or now >= end or now < due:  # before both: the inner van was woken
+            if events or now >= end or now < due:  # if before both, the inner van was woken
                 return events
 
     def next_due(self) -> float:
@@ -188,7 +188,7 @@ class FaultyVan(Van):
         heapq.heappush(self._held, held)
 
     def _turn(self, wait_s: float | None) -> list[VanEvent]:
-        """Send what is due, poll the inner van once, and let the faults act on what came."""
+        """Send due messages, poll the inner van once, and apply faults to its events."""
         if self._held:
             now = self._clock()
             while self._held and self._held[0][0] <= now:
@@ -220,7 +220,7 @@ class FaultyVan(Van):
         return True
 
     def _note(self, event: VanEvent, events: list[VanEvent]) -> None:
-        """Keep the truth about the connection; tell it unless a cut has told otherwise."""
+        """Record the connection's real state; report it unless the connection is cut."""
         if isinstance(event, TurnedAway):
             events.append(event)
             return

@@ -53,7 +53,7 @@ class Envelope:
     receiver: int
     """Incarnation of the receiver; 0 if it is not known yet."""
     sequence: int
-    """Number in the channel between the two; 0 for messages that are not repeated."""
+    """Number in the channel between the two; 0 for messages that are not resent."""
     accepted: int
     """Acknowledges all sequence numbers of the other direction up to this one ..."""
     accepted_also: Ints
@@ -166,8 +166,8 @@ class _MessageLayout:
         self.kind = kind
         self._unpackers = [_UNPACKERS[each] for each in kinds]
         self._packers = [(at, _PACKERS[each]) for at, each in enumerate(kinds) if each in _PACKERS]
-        #: Numbers and times that are also checked before sending: a message that receivers reject
-        #: would be repeated for ever.
+        #: Numbers and times that are also checked before sending: otherwise a message that
+        #: receivers reject would be resent for ever.
         self._bounded = [at for at, each in enumerate(kinds) if each in (float, Natural)]
         self._parallel = [self._names.index(name) for name in kind.PARALLEL]
 

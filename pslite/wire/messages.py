@@ -2,11 +2,11 @@
 
 Read it as a dialogue: joining, barriers, leaving, then data (rounds of parts), then requests of
 apps, then questions of observers. ``docs/wire.md`` numbers the same messages; a test checks that
-both agree. This module does no I/O. Read next: ``codec.py``, which turns messages into frames and
+they agree. This module does no I/O. Read next: ``codec.py``, which turns messages into frames and
 back.
 
 ``Ints`` fields are sent as packed little-endian 64-bit words, one word per element, so a message
-about hundreds of parts needs no parsing of single elements.
+about hundreds of parts needs no parsing element by element.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Nodes = tuple[NodeInfo, ...]
 class Message:
     """Base of all messages."""
 
-    #: Numbered, acknowledged and sent again until it is accepted.
+    #: Whether the message is numbered, acknowledged and resent until it is accepted.
     RELIABLE: ClassVar[bool] = True
     #: Fields that must have the same number of elements.
     PARALLEL: ClassVar[tuple[str, ...]] = ()
@@ -87,10 +87,10 @@ class Refused(Message):
     """The receiver cannot take part; ``error`` is a sentence for its user."""
 
     kind: str
-    """Name of the error: what the settings cause is a ``ConfigError``, and so on."""
+    """Name of the error's class, for example ``ConfigError`` if the settings are wrong."""
     error: str
     role: str = ""
-    """The lost node, where the reason is a lost node; else empty and -1."""
+    """The role (and rank) of the lost node if that is the reason; else empty and -1."""
     rank: int = -1
 
 
@@ -99,7 +99,7 @@ class Refused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Leave(Message):
-    """Goodbye: the sender has got all it wants and will send nothing more."""
+    """Goodbye: the sender has received all it wants and will send nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Members(Message):
     gone: Naturals
     """Node ids."""
     left: Naturals
-    """1 where the node said goodbye, 0 where it was lost; parallel to ``gone``."""
+    """1 if the node said goodbye, 0 if it was lost; parallel to ``gone``."""
     reasons: Texts
 
 
@@ -125,12 +125,12 @@ class BarrierEnter(Message):
     group: Natural
     round: Natural
     timeout_s: float
-    """How long it is willing to wait; 0 means without end."""
+    """How long the sender will wait; 0 means without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class BarrierLeave(Message):
-    """Everybody has reached it (``error`` empty), or it cannot be reached any more."""
+    """All nodes have reached the barrier (``error`` is empty), or it has failed."""
 
     group: Natural
     round: Natural
@@ -140,7 +140,7 @@ class BarrierLeave(Message):
 
 @dataclass(frozen=True, slots=True)
 class BarrierWaits(Message):
-    """A barrier has been open for long; names the nodes that are missing."""
+    """A barrier has been open for a long time; names the missing nodes."""
 
     RELIABLE: ClassVar[bool] = False
     group: Natural
@@ -161,8 +161,8 @@ class Exchange(Message):
     the parts' bytes one after the other (each frame a whole number of parts). Without it,
     ``rounds`` are the sender's own pushes so far (``after_round``) and there is no payload.
 
-    A ``form`` other than 0 is the app's own: then a contribution is what the app makes of its
-    bytes, and a pull has a payload, too, which says what is wanted of each part.
+    A ``form`` other than 0 belongs to the app. Then the app makes the contribution from the bytes,
+    and a pull has a payload too, which says what the worker wants from each part.
     """
 
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
@@ -178,18 +178,18 @@ class Exchange(Message):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Message):
-    """The result of an ``Exchange``: its rounds are applied; the values."""
+    """The result of an ``Exchange``: its rounds are applied; it may carry values."""
 
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds", "versions")
     pushed: bool
-    """Answers a push: ``rounds`` are the rounds applied."""
+    """Whether it answers a push; then ``rounds`` are the applied rounds."""
     parts: Naturals
     rounds: Naturals
     """Round of the push (or ``after_round`` of the pull) that is answered."""
     versions: Naturals
-    """How many updates each part has seen."""
+    """The number of updates that each part has had."""
     sizes: Naturals
-    """Bytes of each part in the payload; empty when no value was wanted."""
+    """Bytes of each part in the payload; empty if no value was requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,19 +199,19 @@ class PartsFailed(Message):
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
     pushed: bool
     consumed: bool
-    """A push's round is over nevertheless (its update raised); else its number is free again."""
+    """Whether the push used up its round (its update raised); else the number is free again."""
     parts: Naturals
     rounds: Naturals
     kind: str
     error: str
     role: str
-    """The lost node, where the reason is a lost node; else empty and -1."""
+    """The role (and rank) of the lost node if that is the reason; else empty and -1."""
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class StaleEpoch(Message):
-    """An ``Exchange`` came from an older epoch and was not looked at; send it again."""
+    """An ``Exchange`` came from an older epoch and was ignored; send it again."""
 
     PARALLEL: ClassVar[tuple[str, ...]] = ("parts", "rounds")
     epoch: Natural
@@ -222,7 +222,7 @@ class StaleEpoch(Message):
 
 @dataclass(frozen=True, slots=True)
 class RoundWaits(Message):
-    """A round has been open for long: these worker ranks have not contributed."""
+    """A round has been open for a long time: these worker ranks have not contributed."""
 
     RELIABLE: ClassVar[bool] = False
     part: Natural
@@ -239,17 +239,17 @@ class SegmentOffer(Message):
     """Memory of the sender's process that the receiver may map (``pslite/memory``)."""
 
     segment: Natural
-    """The sender's number of it, from 1."""
+    """The sender's number for the segment, from 1."""
     fd: Natural
-    """The descriptor by which the sender's process holds it."""
+    """The segment's descriptor in the sender's process."""
     nbytes: Natural
     nonce: bytes
-    """What its first bytes must be."""
+    """The first bytes of the segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentTaken(Message):
-    """Whether the sender has mapped a segment, so that it can be referred to."""
+    """Whether the sender has mapped a segment, so that messages may refer to it."""
 
     segment: Natural
     taken: bool
@@ -259,13 +259,13 @@ class SegmentTaken(Message):
 
 @dataclass(frozen=True, slots=True)
 class PipeOffer(Message):
-    """A pipe by which the receiver may send, on the same machine.
+    """A pipe through which the receiver may send, on the same machine.
 
     See ``pslite/van/zmq/pipes.py``.
     """
 
     fd: Natural
-    """The descriptor by which the sender's process holds its writing end."""
+    """The descriptor of the writing end in the sender's process."""
     inode: Natural
     """The kernel's number of the pipe."""
 
@@ -295,7 +295,7 @@ class Response(Message):
     kind: str
     error: str
     role: str
-    """The lost node, where the reason is a lost node; else empty and -1."""
+    """The role (and rank) of the lost node if that is the reason; else empty and -1."""
     rank: int
     body: bytes
 
@@ -305,11 +305,11 @@ class Response(Message):
 
 @dataclass(frozen=True, slots=True)
 class StatusQuestion(Message):
-    """How are you? From an observer to the scheduler, and from it to every node."""
+    """Asks for the status: from an observer to the scheduler, from it to every node."""
 
     RELIABLE: ClassVar[bool] = False
     question: Natural
-    """The sender's number of it, which the answer repeats."""
+    """The sender's number for the question; the answer repeats it."""
     package: str
     """Version of the sender's software."""
 
@@ -334,12 +334,12 @@ class StatusSurvey(Message):
     """A ``Survey`` (``pslite/wire/survey.py``)."""
 
 
-# -- waits without an end: worker -> scheduler, and back -------------------------------------
+# -- deadlocks: worker -> scheduler, and back -------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LongWait(Message):
-    """A thread of this worker has waited for long; sent with each report."""
+    """A thread of this worker has waited for a long time; sent with each report."""
 
     RELIABLE: ClassVar[bool] = False
 
@@ -380,7 +380,7 @@ ALL_MESSAGES: dict[int, type[Message]] = {
     25: LongWait,
     26: Deadlock,
 }
-"""By their numbers on the wire."""
+"""The messages by their numbers on the wire."""
 
 _SENT_BY: list[tuple[set[str], tuple[type[Message], ...]]] = [
     ({"scheduler"}, (Roster, Waiting, BarrierLeave, BarrierWaits, Deadlock)),
@@ -390,4 +390,4 @@ _SENT_BY: list[tuple[set[str], tuple[type[Message], ...]]] = [
     ({"server", "worker"}, (Register, BarrierEnter, SegmentOffer, SegmentTaken, StatusReport)),
 ]
 SENDERS = {kind: frozenset(roles) for roles, kinds in _SENT_BY for kind in kinds}
-"""The roles that may send a message (``docs/wire.md``, section 7); for others, all may."""
+"""Message -> the roles that may send it (``docs/wire.md``, section 7). All may send the others."""

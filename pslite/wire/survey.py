@@ -1,9 +1,9 @@
 """The status of a running job: a ``Survey`` has a ``NodeStatus`` for each node.
 
-Nodes report about themselves (``NodeReport``, made in ``node/report.py``), the scheduler collects
-them (``node/surveyor.py``) and the asker gets a ``Survey`` (``apps/observer.py``). Here are
-the values and their wire form, which is checked field by field: a report comes from another
-process, and a survey ends up on somebody's terminal. Pure; on any thread.
+Each node reports about itself (``NodeReport``, made in ``node/report.py``), the scheduler collects
+the reports (``node/surveyor.py``), and the asker gets a ``Survey`` (``apps/observer.py``). This
+module has the values and their wire form. It checks each field, because a report comes from another
+process, and a survey is shown on a terminal. Pure; on any thread.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value
 
 MAX_TEXT = 400
-"""Characters of one text; what is longer is cut before it is sent."""
+"""The most characters of a text; a longer one is cut before it is sent."""
 MAX_WAITS = 16
-"""Of one node. The longest count."""
+"""The most waits of one node; the longest are kept."""
 MAX_NAMED = 32
-"""At most this many of those that a wait is for are named."""
+"""The most missing nodes that a wait names."""
 MAX_LISTED = 65_536
 LEAST_WAIT_S = 1.0
-"""Shorter waits are the course of things, and are not listed."""
+"""Shorter waits are normal, and are not listed."""
 
 Value = TypeVar("Value")
 
@@ -35,9 +35,9 @@ class Wait(NamedTuple):
     what: str
     """For example ``key 'w'`` or ``the barrier of all workers``."""
     round: int
-    """Which round of it; 0 where it has none."""
+    """The round of ``what``; 0 if it has no rounds."""
     missing: tuple[str, ...]
-    """The nodes that have not come; empty where that is not known here."""
+    """The nodes that are missing; empty if the node does not know them."""
     waited_s: float
 
 
@@ -45,14 +45,14 @@ class Progressed(NamedTuple):
     """The progress of a worker's training."""
 
     steps: int
-    """Of a ``Trainer`` or of ``FeedForward.fit``; else rounds: pushes of the key with most."""
+    """Steps of a ``Trainer`` or of ``FeedForward.fit``; else the most pushes of any key."""
     samples: int
-    """0 where the number in a step is not given."""
+    """0 if the number of samples per step is unknown."""
     steps_per_s: float
     """Over the last ten seconds or steps, whichever is longer."""
     samples_per_s: float
     communication: float
-    """Share of the same time, from 0 to 1, that the script has waited in calls of stores."""
+    """The share of the same time, from 0 to 1, that the script waited in calls of stores."""
     since_step_s: float
     """Time since the last step; 0 before the first."""
 
@@ -63,23 +63,23 @@ class NodeReport(NamedTuple):
     version: str
     uptime_s: float
     sent_bytes: int
-    """By the network (and the pipes beside it), headers and repetitions included."""
+    """Bytes sent over the network (and pipes), including headers and repeats."""
     received_bytes: int
     shared_bytes: int
-    """Handed over and taken in shared memory, in either direction."""
+    """Bytes sent or received through shared memory."""
     requests: int
-    """Requests that are not answered: a worker's own, or those that wait at a server."""
+    """Unanswered requests: a worker's own, or those that wait at a server."""
     open_rounds: int
-    """Rounds of a server that some workers have contributed to, and others not."""
+    """A server's rounds to which some workers have contributed and others have not."""
     pool_jobs: int
-    """Work that waits for, or is at, a server's threads."""
+    """Jobs that wait for a server's threads, or run on them."""
     progress: Progressed | None
-    """Of workers with a store."""
+    """Only for workers with a store."""
     waits: tuple[Wait, ...]
     moved: int = -1
-    """Changes with every message of its work; -1 where it may go on without one."""
+    """A number that changes with each message of the job; -1 if the node may act without one."""
     calls: tuple[str, ...] = ()
-    """Of a worker that continues only with a message: the calls that its threads wait in."""
+    """If a worker can act only after a message: the calls that its threads wait in."""
 
 
 class NodeStatus(NamedTuple):
@@ -87,17 +87,17 @@ class NodeStatus(NamedTuple):
 
     role: str
     rank: int
-    """-1 while it is not settled."""
+    """-1 until it is assigned."""
     host: str
     pid: int
     state: str
     """``waiting`` (for the others), ``running``, ``silent`` (no answer), ``left`` or ``lost``."""
     silent_s: float
-    """Since the scheduler has heard of it last."""
+    """The time since the scheduler last heard from it."""
     reason: str
     """Why it is lost."""
     report: NodeReport | None
-    """None where it has not answered."""
+    """None if it has not answered."""
 
     @property
     def name(self) -> str:
@@ -132,9 +132,9 @@ class ProgressSource(Protocol):
     def waits(self) -> list[Wait]: ...
 
     def stuck(self) -> tuple[int, list[str]] | None:
-        """Return the calls of all waiting threads if each waits long without limit.
+        """Return how many long waits have begun, and the calls of all waiting threads.
 
-        Before them, how many such waits have begun. None where a thread may go on by itself.
+        These are waits without a time limit. Returns None if a thread may continue by itself.
         """
 
     def deadlocked(self, text: str) -> None:
@@ -147,7 +147,7 @@ class ProgressSource(Protocol):
 def packed(value: NodeReport | Survey) -> bytes:
     """Return the body of a message: arrays of the values in the order of their fields.
 
-    Cuts texts and lists and makes texts printable: nothing that is sent breaks a limit.
+    Makes texts printable, and cuts texts and lists so that they do not exceed the limits.
     """
     return pack_value(_to_plain(value))
 
@@ -159,7 +159,7 @@ def unpacked(kind: type[Value], body: bytes) -> Value:
 
 
 def clean(text: str) -> str:
-    """Return ``text`` in a form that can be shown in one line."""
+    """Return ``text`` in a form that can be shown on one line."""
     shown = "".join(char if char.isprintable() else "?" for char in text[: MAX_TEXT + 1])
     return shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 3] + "..."
 

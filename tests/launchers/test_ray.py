@@ -170,8 +170,8 @@ def test_a_job_waits_for_the_room_that_another_uses(launcher: Launcher, tmp_path
                 try:
                     read_until(
                         second,
-                        f"the job needs {2 * CPUS - 2} CPUs, and free are 2 CPUs of the Ray "
-                        f"cluster's {2 * CPUS} CPUs",
+                        f"the job needs {2 * CPUS - 2} CPUs, but only 2 CPUs of the Ray "
+                        f"cluster's {2 * CPUS} CPUs are free",
                     )
                     go.touch()
                     stdout, stderr = second.communicate(timeout=JOB_S)

@@ -132,7 +132,7 @@ def test_a_program_that_is_missing_there_ends_all_with_a_sentence(start: Start) 
 def test_a_host_that_lets_nobody_in_is_a_sentence(start: Start) -> None:
     code, output, errors = ended(start("-n", "2", "true", hosts="one\nlocked\n"))
     assert (code, output) == (1, "")
-    assert errors.startswith("[launcher] locked asks for a password, or takes none of your keys")
+    assert errors.startswith("[launcher] locked asks for a password, or accepts none of your keys")
     assert errors.count("\n") == 1
 
 

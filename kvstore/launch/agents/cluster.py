@@ -44,21 +44,21 @@ class Cluster:
 
     #: The name of the submitting program, for messages.
     program = ""
-    #: Variables of which the first that is set contains an agent's rank.
+    #: Names of variables; the first one that is set contains an agent's rank.
     rank_names: Sequence[str] = ()
     #: The number of the first rank.
     first_rank = 0
-    #: An agent without a valid, free rank gets any free rank.
+    #: Whether an agent without a valid, free rank gets any free rank.
     only_wishes = False
-    #: The cluster replaces an agent that is lost before the job has begun.
+    #: Whether the cluster replaces an agent that is lost before the job has begun.
     replaces = False
     #: The longest wait for the next agent in seconds; None if a job can wait in a queue.
     connect_s: float | None = None
     #: Seconds that the command may take to end after all agents have ended.
     ending_s = 5.0
-    #: The command removes the job from the cluster by itself when it is ended.
+    #: Whether the command removes the job from the cluster by itself when it is ended.
     clears_up = False
-    #: The command writes to a terminal, since many programs buffer what they write to a pipe.
+    #: Whether the command writes to a terminal: many programs buffer what they write to a pipe.
     has_terminal = False
     #: The command that agents run when they lose their launcher; its variables are the agent's.
     if_lost: Sequence[str] = ()

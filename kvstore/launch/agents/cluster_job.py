@@ -181,7 +181,7 @@ def _check(
 ) -> int:
     """Start the agents, print a row for each, and return 0, or 1 on failure."""
     with checking(environ, timing) as supervisor:
-        # A check must end soon, even where a job may wait in a queue.
+        # A check must end soon, even if a job may wait in a queue.
         cluster.connect_s = min(cluster.connect_s or _CHECK_S, _CHECK_S)
         script = script_of(options.command)
         agents, _ = _start_agents(supervisor, environ, cluster, new_key(), script)
@@ -244,7 +244,7 @@ class Carrier(Place):
             rank = free[0]
         if not isinstance(rank, int) or not 0 <= rank < len(self._workers):
             link.close()
-            return [Note(f"{host}: an agent with the rank {rank} came, and there is no such rank")]
+            return [Note(f"{host}: an agent with the rank {rank} came, but there is no such rank")]
         place = self._workers[rank]
         if place.is_connected and not place.is_replaceable:
             link.close()

@@ -2,7 +2,7 @@
 
 The launcher makes a directory that the hosts of the job share (mode 0700), writes a ticket and a
 program into it (mode 0600), and removes it at the end. The hosts get the command to run the
-program, so no secret is on a command line and no variable has to be passed on. Where hosts share no
+program, so no secret is on a command line and no variable has to be passed on. If hosts share no
 directory, the ticket (a few hundred bytes of text) can reach them in another way. The program runs
 :func:`main`, which reads the ticket, connects to the launcher's listener (``agent_listener.py``),
 proves that it knows the job's key, and then serves as an agent (``agent.py``) on its process's main

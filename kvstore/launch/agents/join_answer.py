@@ -2,8 +2,8 @@
 
 ``python join_answer.py REASON``, with a ticket beside it, tells the launcher why there is no agent:
 this package, or a Python for it, is missing. It uses only the standard library of any Python from
-3.6, and does not import this project: its text is sent to hosts that share no directory with the
-launcher, where an agent's output is not read. So it encodes the only frame that it sends by itself
+3.6, and does not import this project, because its text is sent to hosts that share no directory
+with the launcher, where an agent's output is not read. So it encodes its only frame itself
 (``wire.py``): a greeting with an error.
 
 Both ends of a new connection first prove that they know the job's key, which is never sent:

@@ -1,10 +1,10 @@
 """Frames between the launcher and its agents, and one end of a link.
 
-A message is a list whose first item names its kind. A frame is the length of the message (4 bytes,
+A message is a list; its first item names its kind. A frame is the length of the message (4 bytes,
 big endian) and its MessagePack. The launcher sends commands (the constants below); an agent sends
 the events of ``launch/job/places.py``, by the names of their classes. Over a pipe of ssh, an agent
-first sends a line that greets, because a login shell may print text before it; then come the
-frames. Over a plain socket, both ends have shaken hands (``join_answer.py``), and every frame
+first sends a greeting line, because a login shell may print text before it; frames follow.
+Over a plain socket, both ends have shaken hands (``join_answer.py``), and every frame
 begins with a seal. As with ``srun`` and ``mpirun``, others on the network can read these frames,
 but they cannot change, add, repeat or remove any.
 
@@ -46,7 +46,7 @@ FINISH = "finish"  # end all left-over processes, then send Finished
 # The first message from an agent: the result of agent.machine, and over a socket also a rank.
 GREET = "greet"  # [GREET, {...}]
 GREETING = b"KVSTORE-AGENT "
-"""The start of the line that greets; the rest of the line is JSON."""
+"""The start of the greeting line; the rest of the line is JSON."""
 
 # From both ends.
 ALIVE = "alive"  # [ALIVE]: every ALIVE_S seconds

@@ -59,7 +59,7 @@ def read_hosts(path: str) -> list[Host]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise LaunchError(
-            f"cannot read the hosts file '{path}': {why}; name one behind -H, with a line for each "
+            f"cannot read the hosts file '{path}': {why}; name one after -H, with a line for each "
             f"host, {_LINE_FORM}"
         ) from error
     return parse_hosts(text, path)

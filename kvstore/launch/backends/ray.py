@@ -2,7 +2,7 @@
 
 The program that uses Ray is a child of the launcher (``ray_driver.py``), because Ray has threads
 and the launcher must have only one; this file never imports Ray. The launcher passes a
-:class:`RayPlan` to that program. It requests all resources of a job at once: so an autoscaler sees
+:class:`RayPlan` to that program. It requests all resources of a job at once. So an autoscaler sees
 them all, and no job holds half of its resources while it waits for the other half. Read
 ``launch/agents/cluster.py`` first.
 """
@@ -119,8 +119,8 @@ def why_waiting(plan: RayPlan, nodes: Sequence[Resources], free: Resources) -> s
         left = free.get(name, 0.0)
         if left < count:
             return (
-                f"the job needs {_amount(name, count)}, and free are {_amount(name, left)} of the "
-                f"Ray cluster's {_amount(name, _total(nodes)[name])}"
+                f"the job needs {_amount(name, count)}, but only {_amount(name, left)} of the "
+                f"Ray cluster's {_amount(name, _total(nodes)[name])} are free"
             )
     return "Ray is placing the processes"
 

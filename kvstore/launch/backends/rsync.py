@@ -163,8 +163,8 @@ def sync_refusal(
     where = place(host, destination)
     if any("is your shell clean" in line for line in lines):
         return (
-            f"cannot copy to {where}: a start-up file of the shell there prints something, which "
-            f"spoils the connection; see what 'ssh {login(host, launcher_args)} true' prints and "
+            f"cannot copy to {where}: a start-up file of the shell there prints text, which "
+            f"disturbs rsync; see what 'ssh {login(host, launcher_args)} true' prints, and "
             "silence it"
         )
     if exit_code == 127 or any(_NO_RSYNC.search(line) for line in lines):
@@ -176,8 +176,7 @@ def sync_refusal(
     if not telling:
         return f"cannot copy to {where}: rsync ended with exit code {exit_code} and printed nothing"
     return (
-        f"cannot copy to {where}: {telling[-1]}; see that the directory can be written to and has "
-        "room"
+        f"cannot copy to {where}: {telling[-1]}; check that the directory is writable and has room"
     )
 
 

@@ -95,9 +95,9 @@ _NO_MODULE = re.compile(r"No module named '?kvstore\b")
 # csh prints this and ends with 1 where other shells end with 127 and 126.
 _NOT_RUN = re.compile(r": (Command not found|Permission denied)\.\Z")
 
-# OpenSSH's messages (ssh.c, sshconnect.c, sshconnect2.c, readconf.c), the most specific first:
-# after the line on a changed key comes the general line on verification. LOGIN is replaced by the
-# result of login().
+# OpenSSH's messages (ssh.c, sshconnect.c, sshconnect2.c, readconf.c), the most specific first: ssh
+# prints the line about a changed key and then the general line about verification. The result of
+# login() replaces LOGIN.
 _REFUSALS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), sentence)
     for pattern, sentence in (
@@ -105,12 +105,12 @@ _REFUSALS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"Bad configuration option|[Bb]ad owner or permissions on|Can't open user config"
             r"|\bterminating, \d+ bad configuration|unknown option -- |illegal option"
             r"|Bad port '|no argument after keyword|unsupported option",
-            "was not called, because ssh rejects its options or its configuration: correct them",
+            "was not contacted, because ssh rejects its options or its configuration: correct them",
         ),
         (
             r"REMOTE HOST IDENTIFICATION HAS CHANGED|[Hh]ost key for .* has changed",
             "shows another host key than the one that this machine knows: if the host was "
-            "installed anew, forget the old key with ssh-keygen -R and run 'ssh LOGIN' once",
+            "reinstalled, remove the old key with ssh-keygen -R and run 'ssh LOGIN' once",
         ),
         (
             r"Host key verification failed|No .* host key is known for",
@@ -128,8 +128,8 @@ _REFUSALS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (
             r"Permission denied \(|Too many authentication failures"
             r"|No supported authentication methods",
-            "asks for a password, or takes none of your keys: set one up with "
-            "'ssh-copy-id LOGIN', and see that 'ssh LOGIN true' asks nothing",
+            "asks for a password, or accepts none of your keys: set one up with "
+            "'ssh-copy-id LOGIN', and check that 'ssh LOGIN true' asks no question",
         ),
         (
             r"Connection refused",
@@ -138,26 +138,26 @@ _REFUSALS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (
             r"Timeout, server .* not responding|Read from remote host|Connection to \S+ closed"
             r"|[Bb]roken pipe",
-            "was lost while the job ran: see whether it is up and its network well",
+            "was lost while the job ran: check whether it is up and its network works",
         ),
         (
             r"timed out",
-            f"did not answer within {CONNECT_S} s: see that it is up, and that no firewall is "
+            f"did not answer within {CONNECT_S} s: check that it is up, and that no firewall is "
             "in between",
         ),
         (
             r"No route to host|Network is unreachable",
-            "cannot be reached: see that it is up and that a route leads there",
+            "cannot be reached: check that it is up and that there is a route to it",
         ),
         (
             r"exchange_identification|Connection (closed|reset) by|banner exchange"
             r"|Exceeded MaxStartups",
-            "broke the connection off before the login: its sshd may take too few at once "
-            "(MaxStartups), or deny this machine",
+            "closed the connection before the login: its sshd may accept too few at once "
+            "(MaxStartups), or reject this machine",
         ),
         (
             r"Unable to negotiate",
-            "has an sshd that shares no method of encryption with ssh here: update the older one",
+            "has an sshd that shares no encryption method with ssh here: update the older one",
         ),
     )
 )

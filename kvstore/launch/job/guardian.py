@@ -1,4 +1,4 @@
-"""Clean up after a job, also when the launcher is killed.
+"""Clean up after a job, even if the launcher is killed.
 
 Standard library only, and no import of this project. It runs as ``python -I -S guardian.py`` beside
 the launcher (:class:`GuardianProcess`), and reads a pipe whose other end only the launcher holds.
@@ -9,8 +9,8 @@ ended and removed everything itself. If the pipe ends without this line, the lau
 commands, removes the key, and repeats failed commands a few times.
 
 A process belongs to the job if it is in one of those groups (or sessions), or if its initial
-environment contains the job's id; so a grandchild with a session of its own is found as well. The
-limit: a grandchild with both a session and an environment of its own is not found.
+environment contains the job's id; so a grandchild with a session of its own is found as well. A
+grandchild with both a session and an environment of its own is not found.
 """
 
 from __future__ import annotations
@@ -167,9 +167,10 @@ def is_member(
 ) -> bool | None:
     """Tell from two files of /proc/PID whether the process belongs to the job.
 
-    None means: ask again. While a process executes a new program, its environment is empty: first
-    it has none, which ``stat`` shows by an end of 0 for the environment, then it has the new one.
-    Threads of the kernel have no memory at all. Source: proc(5), fs/exec.c of Linux.
+    None means: ask again. While a process executes a new program, it first has no environment
+    (``stat`` then shows 0 as its end) and then the new one, but in both cases the file may have
+    been read as empty. Threads of the kernel have no memory at all. Source: proc(5), fs/exec.c of
+    Linux.
     """
     # After the command's name, which may contain any character; proc(5) counts from 1, with
     # two fields before.
@@ -235,7 +236,7 @@ def main(job_id: str, agent_id: str | None = None) -> None:
             directories += words
         else:
             commands.append(words)
-    if agent_id is not None:  # a cluster may kill all processes here at any moment, also this one
+    if agent_id is not None:  # a cluster may kill all processes here at any moment, even this one
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)
     end_job(job_id, groups, 0, agent_id)

@@ -106,9 +106,9 @@ def _ended_too_early(ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]
     """Return the service processes that ended with 0 too early, by index.
 
     Too early means: while workers and other service processes still ran. If the whole service ended
-    with 0 first, the workers had said goodbye, which is normal. So it is if all workers succeeded,
-    since they would have noticed a missing process. A scheduler that failed before any server ended
-    is ignored: the servers are then the whole service.
+    with 0 first, the workers had said goodbye, which is normal. It is also normal if all workers
+    succeeded, since they would have noticed a missing process. A scheduler that failed before any
+    server ended is ignored: the servers are then the whole service.
     """
 
     def of(*roles: str) -> list[Exit]:

@@ -33,7 +33,7 @@ class Supervisor:
 
     Use it once, as ``with Supervisor(...) as s: s.start(...); s.wait()``.
 
-    Leaving the block ends all processes that still run, also after an internal error.
+    Leaving the block ends all processes that still run, even after an internal error.
     """
 
     def __init__(self, job_id: str, environ: Mapping[str, str], log_dir: Path, timing: Timing):

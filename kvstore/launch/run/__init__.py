@@ -103,9 +103,9 @@ class LocalCluster:
     of a ``with`` block (at once, if an exception leaves the block), at the end of the interpreter,
     and when no reference to it is left.
 
-    The call raises an exception of its function. If all workers have answered, the cluster
-    continues. It ends if some workers have not answered within 2 s, since they wait for the failed
-    one, or if a worker or server is lost. Later calls then raise ``ClosedError``. Nothing is
+    If a function raises an exception, its call raises it too. If all workers have answered, the
+    cluster continues. It ends if some workers have not answered within 2 s, since they wait for the
+    failed one, or if a worker or server is lost. Later calls then raise ``ClosedError``. Nothing is
     restarted.
     """
 

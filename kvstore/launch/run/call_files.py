@@ -140,7 +140,7 @@ def write(path: Path, header: Mapping[str, Any], body: bytes = b"") -> None:
 def read(path: Path) -> tuple[dict[str, Any], bytes]:
     """Return header and body of a call file; unpickle the body with :func:`load`.
 
-    Raises OSError, and :class:`NotReadable`, also if it belongs to another user.
+    Raises OSError, or :class:`NotReadable`, for example if the file belongs to another user.
     """
     check_directory(path.parent)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

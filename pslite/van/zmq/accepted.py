@@ -1,24 +1,25 @@
 """``AcceptedConnections``: a listener's connections, from libzmq's events.
 
-libzmq names an accepted connection in two ways that it never joins: messages come under a
-routing id, and the monitor tells that a file descriptor was accepted or closed. A message also
-tells the descriptor that it came through, and that is where the two meet. Three things make it
-less simple than it sounds, and are why this is a class of its own with its own tests:
+libzmq names an accepted connection in two ways and never links them: messages arrive under a
+routing id, and the monitor reports that a file descriptor was accepted or closed. But each message
+also has the descriptor that it came through, and this class uses it to link the two. Three things
+make that difficult, and are why it is a class of its own with its own tests:
 
-* The monitor speaks of a closed descriptor *before* the last messages that came through it can
-  be read. So an end is reported a moment later (``settle_s``), after what is left was read.
-* The kernel gives a freed descriptor number to the next connection. The owner therefore reads
-  the monitor up to now before it asks about a message of an unknown routing id; then the last
-  connection of each number is known, and only who speaks on it may be in doubt.
+* The monitor reports that a descriptor is closed *before* the last messages that came through it
+  can be read. So an end is reported a moment later (``settle_s``), after the remaining messages
+  were read.
+* The kernel gives a freed descriptor number to the next connection. So the owner reads all events
+  of the monitor before it asks about a message of an unknown routing id. Then the last connection
+  of each number is known, and the only open question is which routing id it has.
 * Several routing ids may claim one number, because messages of a dead connection can be read
-  after those of the living one that inherited its number. Nothing that was told decides between
-  them, so the owner asks libzmq which of them can still be sent to (``doubtful``).
+  after those of the living one that inherited its number. The events cannot tell them apart, so
+  the owner asks libzmq which of them it can still send to (``doubtful``).
 
-A routing id is made by the connecting van for one connection: its uid, a zero byte, and twelve
-bytes that grow with every connection of that uid. A connection may have *further* ones, by which
-large messages go as well: their routing ids have their number, from 1, instead of the zero.
-They count as long as it lasts, and no event tells of them. No I/O and no clock; runs on the
-owner's thread. Read next: ``listener.py``, which feeds it.
+The connecting van makes a routing id for one connection: its uid, a zero byte, and twelve
+bytes that grow with every connection of that uid. A connection may have *further* connections that
+also carry large messages. In their routing ids, their number, from 1, replaces the zero. They
+last only as long as the connection, and have no events of their own. No I/O and no clock; runs on
+the owner's thread. Read next: ``listener.py``, which feeds it.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from pslite.errors import UsageError
 from pslite.van.base import Connected, Disconnected, VanEvent, check_uid
 
 MAX_FURTHER = 15
-"""The most further connections of one connection that are used; more would only cost memory."""
+"""The most further connections that one connection uses; more would only cost memory."""
 _ORDER_BYTES = 12
 REMEMBERED_ENDS = 1024
-"""The most routing ids of ended connections that are remembered, so that no late message can
-pass for a new connection. Late means milliseconds; the number only bounds the memory."""
+"""The most routing ids of ended connections to remember, so that a late message does not look like
+a new connection. Late means milliseconds; the number only limits the memory."""
 
 
 HANDSHAKE_BYTES = 8192
-"""More than a node sends before it is let in, however many others there are."""
+"""More than a node sends before it is accepted, so each may send this, however many there are."""
 
 
 def over_their_share(received: Mapping[int, int], limit_bytes: int) -> list[int]:
     """Return the unknown connections (descriptor -> bytes) that use too much memory.
 
-    Each may fill as much of the limit as any other; who sends no more than a handshake is never
-    among them, so knocking in great numbers keeps no node out.
+    Each may fill an equal share of the limit. A connection that sends no more than a handshake is
+    never among them, so strangers that connect in great numbers cannot keep a node out.
     """
     if not received:
         return []
@@ -62,7 +63,7 @@ class RoutingId(NamedTuple):
 
     uid: str
     number: int
-    """0, or which of the further connections of the one with this order it is, from 1."""
+    """0 for a first connection; from 1 for the further connections with the same order."""
     order: bytes
     """Greater for a later connection of the same uid."""
 
@@ -108,8 +109,8 @@ class _Connection:
 class AcceptedConnections:
     """A translator from routing ids and descriptors to connected uids.
 
-    An end is told ``settle_s`` after it was heard of, and at the latest ``overdue_s`` later where
-    further connections go on: their last messages may still come.
+    An end is reported ``settle_s`` after the monitor reported it. If further connections continue,
+    it may be up to ``overdue_s`` later, because their last messages may still arrive.
     """
 
     def __init__(self, settle_s: float, overdue_s: float = 0.0) -> None:
@@ -123,21 +124,21 @@ class AcceptedConnections:
         self._ending: deque[tuple[float, _Connection]] = deque()
         self._ended: dict[bytes, None] = {}
         self.speakers: dict[bytes, str] = {}
-        """Routing ids whose messages need no look at this record, and their uids."""
+        """The known routing ids and their uids; ``heard`` is not needed for their messages."""
 
     def descriptor_opened(self, descriptor: int) -> None:
-        """Note that a connection was accepted, as the monitor says."""
+        """Note that the monitor has reported an accepted connection."""
         self._open.add(descriptor)
 
     def descriptor_closed(self, descriptor: int, now: float) -> None:
-        """Note that the connection of ``descriptor`` is over, as the monitor says."""
+        """Note that the monitor has reported the end of the connection of ``descriptor``."""
         self._open.discard(descriptor)
         self._doubts.pop(descriptor, None)
         for connection in self._claimants.pop(descriptor, ()):
             self._end_later(connection, now)
 
     def knows(self, routing_id: bytes) -> bool:
-        """Return whether it was heard of before, and its end has not been reported."""
+        """Return whether a routing id was heard before and its end is not reported yet."""
         return routing_id in self._connections
 
     def heard(
@@ -145,8 +146,8 @@ class AcceptedConnections:
     ) -> str | None:
         """Note a message of a routing id that is not in :attr:`speakers`.
 
-        Appends what follows from it to ``events`` and returns the uid that the message is
-        from, or ``None`` if it must be dropped. The monitor must have been read up to now.
+        Appends the resulting events to ``events`` and returns the uid that the message is from, or
+        ``None`` if the message must be dropped. Read all events of the monitor first.
         """
         connection = self._connections.get(routing_id)
         if connection is None:
@@ -168,7 +169,7 @@ class AcceptedConnections:
         return connection.uid
 
     def _heard_further(self, connection: _Connection, first: _Connection | None) -> str | None:
-        """Note a message of a further connection: of ``first``, if it belongs there."""
+        """Note a message of a further connection; add it to ``first`` if it belongs there."""
         if first is None or connection.order != first.order:
             return None
         first.further.append(connection)
@@ -195,7 +196,7 @@ class AcceptedConnections:
         ]
 
     def next_routing_id_of(self, uid: str) -> bytes | None:
-        """Return where to send to ``uid``; all its connections take turns."""
+        """Return the routing id for sending to ``uid``; its connections take turns."""
         first = self._current.get(uid)
         if first is None:
             return None
@@ -204,7 +205,7 @@ class AcceptedConnections:
         return connections[first.turn].routing_id
 
     def forget(self, uid: str) -> None:
-        """Ignore further messages of the present connection of ``uid``."""
+        """Ignore further messages of the current connection of ``uid``."""
         first = self._current.pop(uid, None)
         if first is not None:
             for connection in (first, *first.further):
@@ -212,7 +213,7 @@ class AcceptedConnections:
                 del self.speakers[connection.routing_id]
 
     def heard_descriptors(self) -> list[int]:
-        """Return the open connections that have been heard."""
+        """Return the open connections that have sent messages."""
         return list(self._claimants)
 
     def moved(self, descriptor: int, moved_bytes: int) -> None:
@@ -222,11 +223,11 @@ class AcceptedConnections:
 
     @property
     def num_unheard(self) -> int:
-        """How many open connections have said nothing yet: they may be anybody's."""
+        """The number of open connections without a message yet, which may be anybody's."""
         return len(self._open) - len(self._claimants)
 
     def unheard_descriptors(self) -> set[int]:
-        """Return the open connections that have said nothing yet."""
+        """Return the open connections that have not sent a message yet."""
         return self._open - self._claimants.keys()
 
     def next_due(self) -> float:
@@ -235,16 +236,16 @@ class AcceptedConnections:
         return min([ending_at, *self._doubts.values()])
 
     def doubtful(self, now: float) -> list[bytes]:
-        """Return routing ids of which all but one of a descriptor are dead.
+        """Return routing ids that share a descriptor, so that all but one are dead.
 
-        All messages must have been read; who cannot be sent to belongs into :meth:`found_dead`.
+        Read all messages first. Then pass each one to which sending fails to :meth:`found_dead`.
         """
         found: list[bytes] = []
         for descriptor in [at for at, due in self._doubts.items() if due <= now]:
             claimants = self._claimants[descriptor]
             if len(claimants) == 1:
                 del self._doubts[descriptor]
-            else:  # libzmq may need longer to take a connection down: ask again if need be
+            else:  # libzmq may need longer to close a connection: ask again if necessary
                 self._doubts[descriptor] = now + self._settle_s
                 found += [connection.routing_id for connection in claimants]
         return found
@@ -279,7 +280,7 @@ class AcceptedConnections:
                 del self.speakers[connection.routing_id]
 
     def _has_last_words(self, connection: _Connection, now: float) -> bool:
-        """Return whether it ended before further ones of it that may bring messages still."""
+        """Return whether its further connections may still deliver messages."""
         is_over = not connection.further or connection.forgotten
         return not is_over and now < connection.ended_at + self._overdue_s
 

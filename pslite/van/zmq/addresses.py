@@ -1,9 +1,9 @@
 """Addresses of vans: text form, name resolution, errors of bind and connect.
 
-Checks what can be checked before a socket is opened, so that a wrong setting is reported by
-its name and never as a bare errno. Opens no connection. :func:`look_up` and :func:`resolve` may
-ask a name server and so may block: a node's I/O thread uses :class:`HostResolver` instead, which
-asks on a thread of its own. Read next: ``van.py``.
+It checks what it can before a socket is opened, so that an error names the wrong setting and is
+never a bare errno. It opens no connection. :func:`look_up` and :func:`resolve` may
+ask a name server and so may block. A node's I/O thread uses :class:`HostResolver` instead, which
+asks on a separate thread. Read next: ``van.py``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pslite.errors import ConfigError
 from pslite.security import HOW_TO_MAKE_A_KEY
 
 LOOK_AGAIN_S = 1.0
-"""So long at least after one question to a name server comes the next one for the same name."""
+"""The least time between two questions to a name server about the same name."""
 
 
 def check_bind_address(host: str, port: int) -> None:
-    """Raise :class:`ConfigError` for a host or port that cannot be listened at."""
+    """Raise :class:`ConfigError` if a node cannot listen at this host or port."""
     if host in ("", "*"):
         raise ConfigError(
             f"cannot listen on {host or '(empty)'}:{port}: name a host or an address of this "
@@ -36,7 +36,7 @@ def check_bind_address(host: str, port: int) -> None:
 
 
 def format_address(host: str, port: int) -> str:
-    """Return ``tcp://host:port``, with brackets where ``host`` is IPv6."""
+    """Return ``tcp://host:port``, with brackets if ``host`` is IPv6."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -61,7 +61,7 @@ class Endpoint(NamedTuple):
     text: str
     is_ipv6: bool
     is_local: bool
-    """All addresses of the host are loopback ones: no other machine can reach it, or be it."""
+    """All addresses of the host are loopback ones, so the host is this machine."""
 
 
 class HostAddresses(NamedTuple):
@@ -70,14 +70,14 @@ class HostAddresses(NamedTuple):
     addresses: tuple[str, ...]
 
     def endpoint(self, port: int, attempt: int = 0) -> Endpoint:
-        """Return where to connect; attempts go through all addresses."""
+        """Return where to connect; successive attempts try all addresses in turn."""
         address = self.addresses[attempt % len(self.addresses)]
         is_local = all(map(is_loopback, self.addresses))
         return Endpoint(format_address(address, port), ":" in address, is_local)
 
 
 def look_up(host: str, flags: int = 0) -> HostAddresses:
-    """Return the addresses of a name, by a name server; raises :class:`OSError`."""
+    """Ask a name server for the addresses of a name; raises :class:`OSError`."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     except UnicodeError as error:
@@ -87,22 +87,22 @@ def look_up(host: str, flags: int = 0) -> HostAddresses:
 
 
 def resolve(host: str, port: int) -> Endpoint:
-    """Return the first endpoint of a name or an address; raises as :func:`look_up`."""
+    """Return the first endpoint of a host; raises as :func:`look_up` does."""
     return look_up(host).endpoint(port)
 
 
 class HostResolver:
-    """The lookup of a host name on a separate thread, since a name server may be slow.
+    """Looks up a host name on a separate thread, because a name server may be slow.
 
-    ``found`` is called on that thread after each look. An address is known at once and no server is
-    asked; ``known`` is what was found before.
+    ``found`` is called on that thread after each lookup. If the host is an address, no server is
+    asked. ``known`` has the addresses that were found before.
     """
 
     def __init__(
         self, host: str, found: Callable[[], None], known: HostAddresses | None = None
     ) -> None:
         self.known = known
-        #: Why there is no address, as far as that is known.
+        #: Why there is no address, if that is known.
         self.problem: OSError | None = None
         self.is_looking = False
         self._host = host
@@ -115,7 +115,7 @@ class HostResolver:
             self._is_name = True
 
     def look(self, now: float) -> None:
-        """Ask again, unless that is under way or was done within :data:`LOOK_AGAIN_S`."""
+        """Ask again, unless a lookup is running or began within :data:`LOOK_AGAIN_S`."""
         if self._is_name and not self.is_looking and now - self._looked_at >= LOOK_AGAIN_S:
             self._looked_at, self.is_looking = now, True
             threading.Thread(target=self._look, name="pslite-name", daemon=True).start()
@@ -150,8 +150,8 @@ def without_key(where: str) -> str:
 def listening_endpoint(descriptor: int, host: str, port: int) -> Endpoint:
     """Return the endpoint at which the inherited socket listens.
 
-    ``port`` is what was asked for (0: any). Raises :class:`ConfigError`, which names ``host``
-    and ``port``, if the descriptor is not a listening TCP socket or has another port.
+    ``port`` is the requested port (0: any). Raises a :class:`ConfigError` that names ``host``
+    and ``port`` if the descriptor is not a listening TCP socket or has another port.
     """
     where = f"cannot listen on {host}:{port}: descriptor {descriptor}"
     family, address, listens = _inspect(descriptor, where)
@@ -179,10 +179,10 @@ def _inspect(descriptor: int, where: str) -> tuple[int, tuple[str, int], bool]:
 
 
 def connect_problem(address: str) -> str:
-    """Say what keeps this machine from connecting to ``tcp://address:port``.
+    """Return the local problem that prevents a connection to ``tcp://address:port``.
 
-    Tries, and waits for nothing. Empty where this machine does what it can; whether somebody
-    listens there is another matter.
+    It tries to connect, without waiting. The text is empty if this machine has no problem, whether
+    or not a process listens there.
     """
     host, port = parse_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -204,7 +204,7 @@ def connect_problem(address: str) -> str:
 
 
 def bind_problem(error: int) -> str:
-    """Explain the errno of a failed bind to the person who chose the address."""
+    """Explain the errno of a failed bind to the user who chose the address."""
     if error == errno.EADDRINUSE:
         return "the port is in use; choose another, or stop the process that uses it"
     if error in (errno.EADDRNOTAVAIL, errno.ENODEV):

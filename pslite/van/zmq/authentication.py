@@ -1,9 +1,9 @@
 """Authentication of connections with the job's key: PLAIN, CURVE and ZAP.
 
-libzmq asks (ZAP, RFC 27) before a connection that claims to know the job's key carries its first
-message. The van's own poll loop reads the questions (``ZapHandler``), on the owner's thread; a node
-too busy to answer lets its visitors wait, and they try again. Nothing that a question holds is
-trusted: whatever is not exactly as it must be is refused, and nothing raises.
+When a peer connects and claims to know the job's key, libzmq asks the van (ZAP, RFC 27) before the
+connection carries its first message. The van's own poll loop reads the questions (``ZapHandler``),
+on the owner's thread. If a node is too busy to answer, its peers wait and try again. No field of a
+question is trusted: a question that is not exactly right is refused, and never raises an error.
 Read next: ``listener.py``; ``pslite/security.py`` derives the secrets.
 """
 
@@ -19,11 +19,11 @@ from pslite.errors import ConfigError
 from pslite.security import Mechanism, Proofs
 
 CURVE_OVERHEAD_BYTES = 64
-"""A frame under CURVE is longer than its content by 33 bytes, and MAXMSGSIZE counts them."""
+"""Under CURVE a frame is 33 bytes longer than its content, and MAXMSGSIZE counts them."""
 USER = b"pslite"
 
 ENDPOINT = "inproc://zeromq.zap.01"
-"""Where libzmq asks who may connect (ZAP, RFC 27)."""
+"""The address at which libzmq asks who may connect (ZAP, RFC 27)."""
 DOMAIN = b"pslite"
 VERSION = b"1.0"
 ACCEPT = (b"200", b"OK")
@@ -51,10 +51,10 @@ def _match(presented: Sequence[bytes], expected: Credentials) -> bool:
 def answer(
     question: Sequence[bytes], credentials: Credentials
 ) -> tuple[list[bytes] | None, str | None]:
-    """Return the reply to a question, and the address of who was turned away.
+    """Return the reply to a question, and the address of the rejected peer, if any.
 
-    Frames as RFC 27 numbers them, without the routing frames of ROUTER. There is no reply to a
-    question without a request id: there is no telling what it belongs to.
+    The frames are as in RFC 27, without ROUTER's routing frames. A question without a request id
+    gets no reply, because libzmq could not tell which question it is for.
     """
     if len(question) < 2 or not 0 < len(question[1]) <= _MAX_ID_BYTES:
         return None, None
@@ -89,12 +89,12 @@ class ZapHandler:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            # Before the question: who asks (a frame of ROUTER), and an empty delimiter.
+            # Two frames precede the question: the asker (from ROUTER) and an empty delimiter.
             if len(frames) < 2 or frames[1]:
                 continue
             reply, refused = answer(frames[2:], self._credentials)
             if reply is not None:
-                # Dropped by ROUTER where the asking connection is over.
+                # ROUTER drops it if the asking connection has ended.
                 self.socket.send_multipart([frames[0], b"", *reply], zmq.NOBLOCK)
             if refused is not None:
                 self._denied(refused)
@@ -112,7 +112,7 @@ class SocketSecurity:
         self.overhead_bytes = 0
         self.listening: _Options = ()
         self.proofs: Proofs | None = None
-        """What both ends show before they are heard, where the mechanism alone is not enough."""
+        """The proofs that both ends must send first; None if the mechanism alone is enough."""
         self._connecting: _Options = ()
         self.description = "no job key"
         if mechanism is None:
@@ -133,7 +133,7 @@ class SocketSecurity:
         return ((zmq.PLAIN_USERNAME, USER), (zmq.PLAIN_PASSWORD, password))
 
     def _use_curve(self, secret: bytes) -> None:
-        """Use one pair of keys for the whole job: who has it may listen and connect."""
+        """Use one key pair for the whole job: nodes that have it may listen and connect."""
         if not zmq.has("curve"):
             raise ConfigError(
                 "PS_SECURITY=curve needs a libzmq with CURVE, which this pyzmq does not have; "

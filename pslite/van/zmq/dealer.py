@@ -1,12 +1,13 @@
 """``Dealer``: one DEALER socket and its monitor, for one connection.
 
-Never reconnects: a lost one is replaced by a fresh one (``van.py`` says why). Runs on the
+A dealer never reconnects: a new one replaces a lost one (``van.py`` says why). Runs on the
 owner's thread. Read next: ``link.py``, which decides when.
 
-A link may have further connections, for networks that give one flow of TCP less than all. They
-are opened one after the other while the first connection is there, and large messages take turns
-on all of them, in both directions. What was lost with one is sent again on a new connection of the
-whole link, so a link ends with each of them; one that keeps ending is given up.
+A link may have further connections, for networks that do not give one TCP flow their full
+bandwidth. They are opened one after the other while the first connection exists, and large messages
+take turns on all of them, in both directions. If any of them ends, the whole link ends and
+connects again, and lost messages are resent. If further connections keep ending, the link stops
+using them.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ class LinkNeeds(NamedTuple):
 
 
 class Dealer:
-    """A connection to ``peer`` at ``endpoint``, which begins at once.
+    """A connection to ``peer`` at ``endpoint``; the attempt begins at once.
 
-    It is there after ``timeout_s`` or never.
+    The attempt fails after ``timeout_s``.
 
-    Its owner's ``read`` is called when messages may be there, ``read_monitor`` when there is news
-    of the connection itself; both with the dealer first.
+    The owner's ``read`` is called when messages may have arrived, ``read_monitor`` when the state
+    of the connection has changed. Both get the dealer as their first argument.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class Dealer:
     ) -> None:
         self.connected = self.has_ended = False
         self.began_at = 0.0
-        #: Of the connection; None before and after it.
+        #: The descriptor of the connection while it exists; else None.
         self._descriptor: int | None = None
         self._sent_bytes = 0
         self._silence = Silence()
-        #: What had moved in both directions when it was looked at the last time.
+        #: The bytes that had moved in both directions at the last check.
         self.moved_bytes = 0
         self._needs = needs
         self._peer = peer
@@ -123,13 +124,13 @@ class Dealer:
         socket.connect(endpoint.text)
 
     def begin(self) -> None:
-        """Note that the handshake has succeeded, and the proofs if they are needed."""
+        """Note that the handshake, and the proofs if needed, have succeeded."""
         self.connected, self.began_at = True, time.monotonic()
 
     def prove(self, proofs: Proofs) -> bool | None:
         """Take the other end's challenge, and answer it if it proves that it is the peer.
 
-        None while none has come.
+        Returns None if no challenge has arrived yet.
         """
         try:
             first = self._socket.recv(zmq.NOBLOCK, copy=False)
@@ -160,7 +161,7 @@ class Dealer:
 
     @property
     def in_transit(self) -> int:
-        """Bytes that the connection has still to bring there."""
+        """The sent bytes that have not arrived at the other end yet."""
         return 0 if self._descriptor is None else in_transit(self._descriptor, self._sent_bytes)
 
     @property
@@ -174,14 +175,14 @@ class Dealer:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the other end has sent any bytes yet."""
+        """Whether any bytes from the other end have arrived."""
         state = None if self._descriptor is None else flow_state(self._descriptor)
         return state is not None and state.received_bytes > 0
 
     def read(self, events: list[VanEvent], limit: int) -> bool | None:
-        """Read up to ``limit`` messages; whether nothing is left.
+        """Read up to ``limit`` messages; return whether none is left.
 
-        None after a message over the limits, which is dropped.
+        Returns None after a message over the limits, which is dropped.
         """
         socket = self._socket
         for _ in range(limit):
@@ -204,7 +205,7 @@ class Dealer:
         return False
 
     def close(self, linger_ms: int) -> None:
-        """End the attempt or the connection; what was sent has so long to leave."""
+        """End the attempt or the connection; sent messages have ``linger_ms`` to leave."""
         for socket in (self._socket, self._monitor):
             self._needs.unwatch(socket)
         close_watched(self._socket, self._monitor, linger_ms)
@@ -212,11 +213,11 @@ class Dealer:
 
 CONNECT_TIMEOUT_S = 5.0
 RETRY_S = 1.0
-"""After an attempt that failed: the other end may be busy."""
+"""The pause after a failed attempt: the other end may be busy."""
 SHORT_S = 5.0
 MAX_SHORT = 3
-"""When this many in a row have ended so soon while the first one stayed, something on the way does
-not allow them."""
+"""If this many in a row end within ``SHORT_S`` while the first connection stays, something in the
+network does not allow further connections."""
 
 
 class Further:
@@ -231,7 +232,7 @@ class Further:
     def __init__(
         self, needs: LinkNeeds, peer: str, read: DealerReader, lost: Callable[[], None]
     ) -> None:
-        #: When :meth:`open_next` is to be called.
+        #: When to call :meth:`open_next`.
         self.due_at = math.inf
         self.dealers: list[Dealer] = []
         self._needs = needs
@@ -283,7 +284,7 @@ class Further:
         self.open_next()
 
     def next(self) -> Dealer | None:
-        """Return the connection to use next, in turn with the first one."""
+        """Return the connection whose turn it is; the first one takes turns too."""
         if self._first is None:
             return None
         there = [self._first[0], *(dealer for dealer in self.dealers if dealer.connected)]

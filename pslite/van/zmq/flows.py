@@ -1,15 +1,15 @@
 """The kernel's counters of TCP connections: bytes moved, and time without bytes.
 
-libzmq counts a frame as a sign of life when all of it is there, so on a slow link a large frame
-would end its own connection, be sent again from its start, and end the next one. The kernel counts
-bytes. Both ends send a ZMTP heartbeat each second, so a connection on which nothing at all arrives
-for seconds is dead, and one on which something does is alive, however slow. Linux only
+libzmq counts a frame as a sign of life only when all of it has arrived. So on a slow link a large
+frame would end its own connection, be resent from its start, and end the next one. The kernel
+counts bytes. Both ends send a ZMTP heartbeat each second, so a connection is dead if no byte
+arrives for seconds, and alive if any byte does, however slowly. Linux only
 (``struct tcp_info`` of ``linux/tcp.h``); :func:`counts_bytes` tells whether this system can.
 
 A descriptor belongs to libzmq, which may close it at any moment, and the kernel gives its number
-to the next file. So what is read may be another connection's, and nothing is ended before its
-cookie, which no two sockets share, has been compared. Runs on the owner's thread. Read next:
-``dealer.py`` and ``listener.py``.
+to the next file. So the counters may be those of another connection. Before a connection is
+ended, its cookie is compared, because no two sockets share one. Runs on the owner's thread. Read
+next: ``dealer.py`` and ``listener.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import struct
 import sys
 from typing import NamedTuple
 
-# Offsets in struct tcp_info; the last two are there from Linux 4.1 on.
+# Offsets in struct tcp_info; Linux has the last two since version 4.1.
 _LAST_DATA_RECV_AT = 52
 _BYTES_ACKED_AT = 120
 _INFO_BYTES = 136
@@ -35,31 +35,31 @@ _TRIAL_S = 1.0
 
 
 TAKEN_BYTES = 1024
-"""More than the heartbeats of a connection between two looks. The kernel acknowledges those for a
-process that is stopped, until its buffer is full."""
+"""More bytes than a connection's heartbeats between two checks. The kernel acknowledges heartbeats
+even for a stopped process, until its buffer is full."""
 
 
 class FlowState(NamedTuple):
     """The counters of one connection at one moment."""
 
     silent_s: float
-    """Since something arrived the last time; heartbeats count, bare acknowledgements do not."""
+    """Time since data last arrived; heartbeats count, bare acknowledgements do not."""
     received_bytes: int
     acked_bytes: int
-    """What was sent and has arrived at the other machine."""
+    """The sent bytes that have arrived at the other machine."""
 
     @property
     def moved_bytes(self) -> int:
-        """In both directions."""
+        """The bytes that have moved in both directions."""
         return self.received_bytes + self.acked_bytes
 
 
 class Silence:
     """The time without traffic on one connection, from repeated counters. Pure.
 
-    On a full link a lost packet of the other end, sent again after 1, 2 and 4 s, may say nothing
-    for seconds while it takes all that this end sends. So bytes that the other end takes are a
-    sign of life as well, where they are more than heartbeats.
+    On a full link, the other end may have lost a packet, which it resends after 1, 2 and 4 s. Then
+    nothing arrives from it for seconds, although it takes all that this end sends. So the bytes
+    that it takes are a sign of life too, if they are more than heartbeats.
     """
 
     __slots__ = ("_acked_bytes", "_taken_at")
@@ -69,7 +69,7 @@ class Silence:
         self._taken_at = -math.inf
 
     def lasts(self, state: FlowState, now: float) -> float:
-        """Return how many seconds there has been none."""
+        """Return how many seconds the connection has been without traffic."""
         if state.acked_bytes - self._acked_bytes > TAKEN_BYTES:
             self._taken_at = now
         self._acked_bytes = state.acked_bytes
@@ -77,7 +77,7 @@ class Silence:
 
 
 def flow_state(descriptor: int) -> FlowState | None:
-    """Return what the kernel counts for a connection of this process, or None."""
+    """Return the kernel's counters for a connection of this process, or None."""
     info = _ask(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _INFO_BYTES:
         return None
@@ -87,9 +87,9 @@ def flow_state(descriptor: int) -> FlowState | None:
 
 
 def in_transit(descriptor: int, sent_bytes: int) -> int:
-    """Return how much of what was sent has still to arrive; 0 if not counted.
+    """Return how many sent bytes have not arrived yet; 0 if that is not counted.
 
-    A little less than in truth: what libzmq says for itself has arrived as well.
+    The result is slightly too low, because libzmq's own bytes count as arrived too.
     """
     state = flow_state(descriptor)
     return 0 if state is None else max(0, sent_bytes - state.acked_bytes)
@@ -101,14 +101,14 @@ def flow_cookie(descriptor: int) -> bytes:
 
 
 def end_flow(descriptor: int, cookie: bytes) -> bool:
-    """End the connection with this cookie, if ``descriptor`` still is it.
+    """End the connection with this cookie, if ``descriptor`` still refers to it.
 
-    Its owner then reads the end of it, as if the other side had closed.
+    Its owner then reads the end of the stream, as if the other side had closed it.
     """
     if not cookie:
         return False
     try:
-        copy = os.dup(descriptor)  # of whatever it is now, and that stays so
+        copy = os.dup(descriptor)  # what the copy refers to cannot change
     except OSError:
         return False
     try:
@@ -117,7 +117,7 @@ def end_flow(descriptor: int, cookie: bytes) -> bool:
         borrowed = _borrow(copy)
         try:
             borrowed.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the kernel has ended it already
+        except OSError:  # the kernel has already ended it
             return False
         finally:
             borrowed.detach()

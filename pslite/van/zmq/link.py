@@ -1,12 +1,11 @@
-"""``Link``: the connecting end over TCP, with a new DEALER each time.
+"""``Link``: the connecting end over TCP, with a new DEALER for each connection.
 
-Keeps trying until it is closed, except where waiting does not help: the other end says that the
-key is another one, or uses another mechanism. Under CURVE another key shows only by the other
-end closing each connection in the middle of the handshake, so that counts as a "no" as well
-when it has gone on for a while.
+A link keeps trying until it is closed, unless waiting cannot help: the other end reports that the
+key differs, or it uses another mechanism. Under CURVE, a listener with another key only closes each
+connection during the handshake. If this continues for a while, it counts as a rejection too.
 
-Where a link has further connections (``dealer.py``), they end with the first one, and it ends
-with each of them. Runs on the owner's thread. Read next: ``van.py``.
+If a link has further connections (``dealer.py``), the end of any of them, or of the first one,
+ends them all. Runs on the owner's thread. Read next: ``van.py``.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ MESSAGES_PER_POLL = 256
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
 AT_ONCE_S = 0.5
-"""Who fails so soon has had an answer, or was not allowed to ask."""
+"""An attempt that fails within this time got an answer, or this machine could not even try."""
 FIRST_TIMEOUT_S = 1.25
 LAST_TIMEOUT_S = 5.0
 DENIED_AFTER_S = 5.0
-"""Somebody who listens, and ends each handshake at once, is taken at his word after this time.
-A gate that waits for its own server to come up does the same for a moment."""
+"""A listener that ends each handshake at once counts as a rejection after this time. A proxy that
+waits for its own server to start does the same for a moment."""
 LARGE_FRAME_BYTES = zmq.COPY_THRESHOLD
 
 
 class Attempts:
     """The timing of attempts to connect: limits and pauses. Pure.
 
-    The kernel repeats a SYN that was lost after 1, 3 and 7 s (before Linux 6.5, or without
-    ``net.ipv4.tcp_syn_linear_timeouts``), so one attempt alone may say nothing for 4 s though the
-    network is back, and PS_LOST_AFTER is 5 s. A new attempt begins with a SYN. The first ones are
-    short, and later ones longer, for networks on which an answer takes more than a second.
+    The kernel resends a lost SYN after 1, 3 and 7 s (before Linux 6.5, or without
+    ``net.ipv4.tcp_syn_linear_timeouts``). So a single attempt may be silent for 4 s although the
+    network is back, and PS_LOST_AFTER is 5 s. A new attempt sends a SYN at once. The first attempts
+    are short, and later ones longer, for networks on which an answer takes more than a second.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class Attempts:
         self._retry_s = FIRST_RETRY_S
 
     def failed(self, lasted_s: float) -> float:
-        """Note a failed attempt; return in how many seconds the next one begins."""
+        """Note a failed attempt; return the seconds to wait before the next one."""
         if lasted_s >= FIRST_TIMEOUT_S:  # no answer came
             self.timeout_s = min(2 * self.timeout_s, LAST_TIMEOUT_S)
         retry_s = self._retry_s
@@ -59,7 +58,7 @@ class Attempts:
         return retry_s
 
     def succeeded(self) -> None:
-        """Note that the connection is there; a later loss begins again."""
+        """Note that the connection exists; after a later loss, the timing starts anew."""
         self.timeout_s, self._retry_s = FIRST_TIMEOUT_S, FIRST_RETRY_S
 
 
@@ -68,7 +67,7 @@ class Link:
 
     def __init__(self, peer: str, address: tuple[str, int], needs: LinkNeeds) -> None:
         self.connected = False
-        #: What of this machine keeps it from connecting.
+        #: The local problem that prevents the connection.
         self.trouble = ""
         self._peer = peer
         self._address = address
@@ -81,7 +80,7 @@ class Link:
         self._further = Further(needs, peer, self._read, self._lost)
         self._endpoint: Endpoint | None = None
         self._routing_id = b""
-        #: Whether the other end knows this connection, and so whose the further ones are.
+        #: Whether the other end knows this connection, and so which one the further ones belong to.
         self._is_heard = False
         self._backlog: list[list[bytes | memoryview]] = []
         self._attempt = 0
@@ -91,12 +90,12 @@ class Link:
         self._ended_at: float | None = None
         self._was_connected = False
         self._denied = False
-        #: The first and the last of the handshakes that were broken off one after the other.
+        #: The times of the first and the last handshake in a row that the other end broke off.
         self._broken_off: tuple[float, float] | None = None
 
     @property
     def due_at(self) -> float:
-        """When :meth:`run` is to be called."""
+        """When to call :meth:`run`."""
         if self._awaits_name and not self._place.is_looking:
             return 0.0
         return min(self._due_at, self._further.due_at)
@@ -106,9 +105,9 @@ class Link:
         return f"{self._address[0]}:{self._address[1]}"
 
     def open(self) -> None:
-        """Begin an attempt, or have the name looked up for it. Returns at once."""
+        """Begin an attempt, or first a lookup of the host's name. Returns at once."""
         needs, now = self._needs, time.monotonic()
-        if not self._was_connected:  # who was there has not moved
+        if not self._was_connected:  # a peer that was connected before has not moved
             self._place.look(now)
         if self._place.known is None:
             self._awaits_name = self._place.is_looking
@@ -137,7 +136,7 @@ class Link:
         self._further.want(connections - 1)
 
     def close(self, linger_ms: int) -> None:
-        """End the present attempt or connection."""
+        """End the current attempt or connection."""
         self._due_at, self._awaits_name = math.inf, False
         self._further.close(linger_ms)
         if self._dealer is not None:
@@ -145,18 +144,18 @@ class Link:
         self._dealer = None
 
     def send(self, buffers: list[bytes | memoryview], *, is_large: bool) -> None:
-        """Send, or keep for the connection that is to come."""
+        """Send a message, or keep it until there is a connection."""
         if self.connected and self._dealer is not None:
             chosen = self._further.next() if is_large and self._is_heard else None
             (chosen or self._dealer).send(buffers)
         elif not self._denied:
-            # As libzmq would: small frames are copied, large ones are read later.
+            # As libzmq does: copy small frames now, read large ones later.
             self._backlog.append(
                 [bytes(part) if size_of(part) < LARGE_FRAME_BYTES else part for part in buffers]
             )
 
     def run(self, events: list[VanEvent]) -> None:
-        """Make the next attempt, or end the connection: it is :attr:`due_at`."""
+        """Do what is due at :attr:`due_at`: make an attempt, or end the connection."""
         now = time.monotonic()
         if self._further.due_at <= now:
             self._further.open_next()
@@ -179,7 +178,7 @@ class Link:
             self._retry()
 
     def _has_last_words(self, now: float) -> bool:
-        """Return whether some connections have ended and others may bring messages still."""
+        """Return whether some connections ended and others may still deliver messages."""
         if self._ended_at is None or now >= self._ended_at + OVERDUE_S:
             return False
         further = [dealer for dealer in self._further.dealers if dealer.connected]
@@ -191,7 +190,7 @@ class Link:
             if dealer is None:
                 continue
             moved_bytes += dealer.moved_bytes
-            # One that stays could bring messages for ever.
+            # Only ended connections are read to the end: others could deliver messages for ever.
             while not self._read(dealer, events, MESSAGES_PER_POLL) and dealer.has_ended:
                 pass
         self.close(linger_ms=0)
@@ -201,7 +200,7 @@ class Link:
             reason = f"the connection to {self._where} is gone"
             events.append(Disconnected(self._peer, reason, moved_bytes))
         elif lasted_s < AT_ONCE_S and self._endpoint is not None:
-            # libzmq does not tell why; mostly the peer does not listen yet.
+            # libzmq does not tell why; usually the peer does not listen yet.
             self.trouble = connect_problem(self._endpoint.text)
         if not self._denied:
             self._retry(lasted_s)
@@ -211,18 +210,18 @@ class Link:
 
     @property
     def in_transit(self) -> int:
-        """Bytes that were sent and have still to leave, or to wait for the connection."""
+        """The sent bytes that have not arrived, or that wait for the connection."""
         if not self.connected or self._dealer is None:
             return sum(size_of(part) for buffers in self._backlog for part in buffers)
         return sum(dealer.in_transit for dealer in [self._dealer, *self._further.dealers])
 
     @property
     def is_answered(self) -> bool:
-        """Whether there is no connection, and one is being made with somebody who answers."""
+        """Whether a connection is still being made, and bytes arrive on it."""
         return not self.connected and self._dealer is not None and self._dealer.is_answered
 
     def look(self) -> None:
-        """Notice that a connection is dead though neither end has closed it."""
+        """Notice connections that are dead although neither end has closed them."""
         if not self.connected or self._ended_at is not None:
             return
         for dealer in [self._dealer, *self._further.dealers]:
@@ -233,9 +232,9 @@ class Link:
     # -- what arrives ------------------------------------------------------------------
 
     def _read(self, dealer: Dealer, events: list[VanEvent], limit: int) -> bool:
-        """Read up to ``limit`` messages; whether nothing is left."""
+        """Read up to ``limit`` messages; return whether none is left."""
         if not self.connected and self._dealer is not None:
-            # The monitor told of the connection before the first message could come.
+            # The monitor reported the connection before the first message could arrive.
             self._read_monitor(self._dealer, events, limit)
         proofs = self._needs.doors.proofs
         if proofs is not None and not dealer.connected and not self._prove(dealer, proofs, events):
@@ -253,10 +252,10 @@ class Link:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 if self._needs.doors.proofs is None:
                     self._begin(dealer, events)
-                else:  # so long may the proof take
+                else:  # the time limit of the proof
                     self._due_at = time.monotonic() + self._needs.handshake_timeout_s
             elif event == zmq.EVENT_CONNECT_RETRIED:
-                # libzmq is done with the connection: nothing more will come out of it.
+                # libzmq is done with the connection and will not deliver more from it.
                 dealer.has_ended = True
                 self._lost()
                 self._due_at = 0.0
@@ -264,11 +263,11 @@ class Link:
                 dealer.has_ended = True
                 self._lost()
             elif not self._was_connected:
-                # Who was connected knew the key; what is there now is for the owner to judge.
+                # A peer that was connected knew the key; the owner judges who is there now.
                 self._handshake_failed(event, value)
 
     def _lost(self) -> None:
-        """Note that one of the connections has ended, and so will the others."""
+        """Note that one of the connections has ended, so that the others will end too."""
         if self._ended_at is None:
             self._ended_at = time.monotonic()
         self._end_soon()
@@ -305,10 +304,10 @@ class Link:
         if self._endpoint is not None:
             self._further.begin(dealer, self._endpoint, self._routing_id)
 
-    # -- who does not let us in --------------------------------------------------------
+    # -- rejections --------------------------------------------------------------------
 
     def _handshake_failed(self, event: int, value: int) -> None:
-        """Decide whether waiting longer can be of any use."""
+        """Decide whether waiting longer can help."""
         if event == REFUSED_KEY:
             self._deny(f"the node at {self._where} rejected this node's job key; {WHAT_TO_COMPARE}")
         elif event == WRONG_PROTOCOL and value == ANOTHER_MECHANISM:
@@ -321,7 +320,7 @@ class Link:
             self._handshake_broken_off()
 
     def _handshake_broken_off(self) -> None:
-        """Deny the peer if this goes on: so CURVE answers another key, without a reason."""
+        """Give up if this continues: CURVE rejects a wrong key this way, and says no more."""
         now, slow_s = time.monotonic(), self._needs.handshake_timeout_s / 2
         if now - self._opened_at > slow_s:
             self._broken_off = None  # it may be faster next time
@@ -337,7 +336,7 @@ class Link:
             )
 
     def _deny(self, reason: str) -> None:
-        """Give up. The link stays in the van, so that its name is not free for others."""
+        """Give up. The link stays in the van, so that no other peer can take its name."""
         if not self._denied:
             self._denied = True
             self._backlog.clear()

@@ -1,9 +1,8 @@
 """``Listener``: the accepting end of the van over TCP, a ROUTER socket.
 
-The messages of a connection come out under the uid of the van that opened it
-(``accepted.py``). Where the job has a key, libzmq asks ``ZapHandler`` before it lets anybody
-in, so nothing that is read here comes from a stranger then. Runs on the owner's thread. Read
-next: ``van.py``, which polls it.
+It delivers the messages of a connection under the uid of the van that opened it (``accepted.py``).
+If the job has a key, libzmq asks ``ZapHandler`` before it accepts a connection, so nothing that is
+read here comes from a stranger. Runs on the owner's thread. Read next: ``van.py``, which polls it.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ from pslite.van.zmq.sockets import (
 
 LISTEN_BACKLOG = 1024
 SETTLE_S = 0.02
-"""From the news that a connection is over until its last messages can be read for sure. libzmq's
-I/O thread needs microseconds; the rest is for a machine whose cores are all busy."""
+"""The time from the report that a connection has ended until its last messages can surely be read.
+libzmq's I/O thread needs microseconds; the rest is for a machine whose cores are all busy."""
 OVERDUE_S = 1.0
-"""An end is told at the latest so long after SETTLE_S, however many messages still come."""
+"""An end is reported at most this long after SETTLE_S, however many messages still arrive."""
 ROUTER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | WRONG_PROTOCOL | BROKEN_OFF
 
 OTHER_KEY = "it does not know the job key (PS_JOB_KEY_FILE)"
-OTHER_MECHANISM = "its PS_SECURITY differs from this node's, or only one of both has a job key"
+OTHER_MECHANISM = "its PS_SECURITY differs from this node's, or only one of the two has a job key"
 OTHER_PROTOCOL = "it is not a node"
 GAVE_UP = "it closed the connection, or was too slow, during the handshake"
 TAKEN_NAME = "it claims the name of another node"
 
 LOOK_S = 0.05
 LOOK_EACH_S = 20e-6
-"""A crowd of strangers is looked at so often, and more seldom the larger it is: each look at one of
-them takes a fifth of this."""
+"""A crowd of strangers is checked at intervals of LOOK_S, plus this for each stranger. Checking one
+takes a fifth of this."""
 
 SAY_AGAIN_S = 60.0
 MAX_ADDRESSES = 256
@@ -66,7 +65,7 @@ MAX_ADDRESSES = 256
 class RejectedConnections:
     """Counts of rejected connections, reported at intervals. Pure and bounded."""
 
-    #: What a scan of ports would cause as well is counted only.
+    #: A port scan causes these too, so they are only counted.
     QUIET = frozenset({OTHER_PROTOCOL, GAVE_UP})
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class RejectedConnections:
         self._untold: Counter[tuple[str, str]] = Counter()
 
     def note(self, address: str, reason: str, now: float) -> list[VanEvent]:
-        """Count one that was turned away; return what the owner should be told."""
+        """Count one rejected connection; return the events for the owner."""
         self.count[reason] += 1
         if reason in self.QUIET:
             return []
@@ -94,9 +93,9 @@ class Listener:
     """Reads the ROUTER and its monitor.
 
     Args:
-        stranger_bytes: what all who have said nothing yet may fill of this node's memory.
-        taken: whether a uid is one that no visitor may have.
-        tell: takes what is to be told about strangers.
+        stranger_bytes: the most memory for all connections that have not sent a message yet.
+        taken: returns whether no connecting peer may have this uid.
+        tell: receives the events about strangers.
     """
 
     def __init__(
@@ -118,20 +117,20 @@ class Listener:
         self._max_frame_bytes = max_frame_bytes
         self._max_bytes = max_bytes
         self._stranger_bytes = stranger_bytes
-        #: With fewer connections than this that have said nothing yet they cannot fill more.
+        #: Up to this many connections without a message cannot fill more than that.
         self._crowd = stranger_bytes // PIECE_BYTES
         self._look_at = 0.0
         self._suspects: frozenset[int] = frozenset()
-        #: Connections that are in the middle of a message in pieces.
+        #: Routing id -> the unfinished message in pieces of that connection.
         self._parts: dict[bytes, Reassembly] = {}
         self._taken = taken
         self._tell = tell
-        #: Of each open descriptor, what tells it from the next one with its number.
+        #: Open descriptor -> a cookie, which differs for the next connection with its number.
         self._cookies: dict[int, bytes] = {}
         self._silences: defaultdict[int, Silence] = defaultdict(Silence)
 
     def read(self, events: list[VanEvent], limit: int) -> bool:
-        """Read up to ``limit`` messages; whether nothing is left."""
+        """Read up to ``limit`` messages; return whether none is left."""
         router = self._router
         speakers = self.connections.speakers
         for _ in range(limit):
@@ -174,12 +173,12 @@ class Listener:
             events.append(Received(uid, whole))
 
     def _drop_parts(self) -> None:
-        """Drop what ended connections had begun: the rest will not come."""
+        """Drop unfinished messages of ended connections: the rest will not arrive."""
         for routing_id in [each for each in self._parts if each not in self.connections.speakers]:
             del self._parts[routing_id]
 
     def _hear_no_more(self, uid: str, events: list[VanEvent]) -> None:
-        # libzmq has no way to close one connection of a ROUTER; it is not heard any more.
+        # libzmq cannot close a single connection of a ROUTER, so its messages are ignored.
         self.connections.forget(uid)
         self._drop_parts()
         events.append(Disconnected(uid, "it sent a message over the size limits"))
@@ -194,7 +193,7 @@ class Listener:
             return None
         try:
             descriptor = int(first.get(zmq.SRCFD))
-        except zmq.ZMQError:  # libzmq could not look at the connection: it is gone already
+        except zmq.ZMQError:  # the connection is already gone
             descriptor = -1
         return self.connections.heard(routing_id, descriptor, time.monotonic(), events)
 
@@ -202,7 +201,7 @@ class Listener:
         return self._doors.proofs is not None and not self.connections.knows(routing_id)
 
     def _proves(self, routing_id: bytes, first: zmq.Frame) -> bool:
-        """Return whether the visitor knows the key; challenge one who knocks."""
+        """Return whether the peer knows the key; answer its first message by a challenge."""
         uid, proofs = self._doors.uid, self._doors.proofs
         if proofs is None or first.more:
             return False
@@ -230,7 +229,7 @@ class Listener:
                 self.turned_away("", GAVE_UP)
 
     def end_silent(self, silence_s: float) -> None:
-        """End the connections on which not even a heartbeat has moved for so long."""
+        """End connections on which not even a heartbeat has moved for ``silence_s``."""
         self._drop_parts()
         now = time.monotonic()
         for descriptor in self.connections.heard_descriptors():
@@ -242,15 +241,16 @@ class Listener:
                 end_flow(descriptor, self._cookies.get(descriptor, b""))
 
     def is_answered(self, silence_s: float) -> bool:
-        """Return whether somebody unknown has said anything so short ago."""
+        """Return whether an unknown connection has sent bytes within ``silence_s``."""
         states = map(flow_state, self.connections.unheard_descriptors())
         return any(each and each.received_bytes and each.silent_s < silence_s for each in states)
 
     def _end_greedy_strangers(self, now: float) -> None:
         """Keep strangers from filling this node's memory during their handshakes.
 
-        Nothing is left to be read, so who has said nothing yet is somebody whose handshake is not
-        over. Who sends too much at two looks is ended: libzmq may be behind at the first.
+        All messages have been read, so a connection without a message has not finished its
+        handshake. It is ended if it has sent too much at two checks in a row: at the first one,
+        libzmq may be behind.
         """
         if self.connections.num_unheard <= self._crowd:
             self._suspects = frozenset()
@@ -264,36 +264,36 @@ class Listener:
         self._suspects = greedy - self._suspects
 
     def turned_away(self, address: str, reason: str) -> None:
-        """Note that somebody from ``address`` was not let in."""
+        """Note that a connection from ``address`` was rejected."""
         self._tell(self.strangers.note(address, reason, time.monotonic()))
 
     def send(self, uid: str, buffers: list[bytes | memoryview], *, is_large: bool) -> None:
-        """Send to the node ``uid``; large messages by its connections in turn."""
+        """Send to the node ``uid``; its connections take turns with large messages."""
         first = self.connections.routing_id_of(uid)
         if first is None:
             return
         if is_large:
             chosen = self.connections.next_routing_id_of(uid)
             if chosen is not None and self._send_by(chosen, buffers):
-                return  # else that one has just ended
+                return  # otherwise that connection has just ended
         self._send_by(first, buffers)
 
     def _send_by(self, routing_id: bytes, buffers: list[bytes | memoryview]) -> bool:
-        """Send all of a message by one connection; return whether that is there."""
+        """Send a message on one connection; return whether the connection exists."""
         self.connections.count_sent(routing_id, sum(map(size_of, buffers)))
         return all(send(self._router, [routing_id, *message]) for message in cut(buffers))
 
     def in_transit(self, uid: str) -> int:
-        """Return the bytes that its connections have still to bring there."""
+        """Return the bytes sent to ``uid`` that have not arrived there yet."""
         return sum(in_transit(*each) for each in self.connections.sent_by(uid))
 
     def next_due(self) -> float:
-        """Return when :meth:`run` is to be called."""
+        """Return when to call :meth:`run`."""
         look_at = self._look_at if self.connections.num_unheard > self._crowd else math.inf
         return min(self.connections.next_due(), look_at)
 
     def run(self, events: list[VanEvent]) -> None:
-        """Do what time asks for."""
+        """Do what is due: check strangers, and report connections that have ended."""
         now = time.monotonic()
         if self.connections.num_unheard > self._crowd and self._look_at <= now:
             if self.read(events, 256):
@@ -316,7 +316,7 @@ class Listener:
 
 
 def _keep_buffers_small(listen_fd: int) -> None:
-    """Set what accepted sockets inherit: libzmq does not for a socket it got."""
+    """Limit accepted sockets' buffers; libzmq does not do that for a given socket."""
     with socket.socket(fileno=os.dup(listen_fd)) as listening:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             listening.setsockopt(socket.SOL_SOCKET, option, LOOPBACK_BUFFER_BYTES)
@@ -326,9 +326,9 @@ _REASONS = {ANOTHER_MECHANISM: OTHER_MECHANISM, ANOTHER_CURVE_KEY: OTHER_KEY}
 
 
 def listen(router: Socket, host: str, port: int, listen_fd: int | None, *, guarded: bool) -> int:
-    """Bind the ROUTER, or give it the socket ``listen_fd``; returns the port.
+    """Bind the ROUTER, or give it the socket ``listen_fd``; return the port.
 
-    Unless it is ``guarded`` by a key, the address must be one of this machine's loopback.
+    Unless a key guards it (``guarded``), the address must be a loopback address.
     """
     if listen_fd is not None:
         endpoint = listening_endpoint(listen_fd, host, port)

@@ -1,11 +1,11 @@
 """Pipes between processes of one machine, for small messages.
 
-libzmq hands each message from thread to thread twice at either end, which takes longer than the
-message itself where both ends are on one machine. A process that listens makes a pipe for each
-such peer and tells it the descriptor; the peer opens it through ``/proc/<pid>/fd/<fd>``, as it
-maps memory (``memory/segment.py``), which the kernel allows to processes of the same user that
-see the same process ids. A message is written whole or not at all, never waited for: what finds
-no room goes the other way.
+libzmq hands each message from thread to thread twice at either end. If both ends are on one
+machine, this takes longer than the message itself. So a process that listens makes a pipe for each
+such peer and tells it the descriptor. The peer opens it through ``/proc/<pid>/fd/<fd>``, as it
+maps memory (``memory/segment.py``). The kernel allows this to processes of the same user that
+see the same process ids. A message goes through the pipe as a whole or not at all. The sender does
+not wait for room: if there is none, the message takes the connection.
 
 A pipe begins after its connection and ends with it. A failure of a pipe ends the pipe and never the
 connection, which can carry everything. Runs on the owner's thread. Read next: ``van.py``.
@@ -30,10 +30,10 @@ from pslite.van.base import Disconnected, PipeTicket, Received, VanEvent
 MAX_PIPES = 64
 """A van makes and uses at most this many pipes: each takes an open file or two."""
 MAX_MESSAGE_BYTES = 32_768
-"""Half of what Linux lets wait in a pipe; larger messages gain nothing by this way."""
+"""Half of a pipe's capacity on Linux; larger messages gain nothing from a pipe."""
 MAX_MESSAGE_FRAMES = 256
 PIPE_BYTES = 65_536
-"""What a pipe holds at most: all of it can be read at once."""
+"""The most bytes that a pipe holds, so that one read can get them all."""
 _COUNT = struct.Struct("=I")
 
 Reader = Callable[["list[VanEvent]", int], object]
@@ -43,14 +43,14 @@ class PipeIn:
     """The reading end of a pipe. Messages arrive in the order of sending.
 
     Raises:
-        OSError: the system has no pipe to give.
+        OSError: the system cannot make a pipe.
     """
 
     def __init__(self) -> None:
         if not hasattr(os, "pipe2"):
             raise OSError("this system has no pipe2")
-        # The writing end stays open: it is what the peer opens, and a pipe without a writer
-        # to would look like one that has ended. Who is gone is the connection's business.
+        # The writing end stays open, because the peer opens it, and because a pipe without a
+        # writer would look as if it had ended. The connection detects whether the peer is gone.
         self._reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         fcntl.fcntl(self._writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # more where pages are large
         self.ticket = PipeTicket(self._writing, os.fstat(self._writing).st_ino)
@@ -61,10 +61,10 @@ class PipeIn:
         return self._reading
 
     def read(self) -> list[list[memoryview | bytes]]:
-        """Return the messages that are there: the frames of each.
+        """Return the messages that have arrived: the frames of each.
 
         Raises:
-            ProtocolError: what was written is not a message.
+            ProtocolError: the bytes are not a message.
         """
         try:
             data = os.read(self._reading, PIPE_BYTES)
@@ -84,7 +84,7 @@ class PipeIn:
             yield frames
 
     def close(self) -> None:
-        """Read nothing any more; writers are told."""
+        """Stop reading; writers get an error."""
         os.close(self._reading)
         os.close(self._writing)
 
@@ -94,7 +94,7 @@ def _head_bytes(count: int) -> int:
 
 
 def _frames_at(view: memoryview, start: int) -> list[memoryview | bytes] | None:
-    """Return the frames of the message that begins there; None: not all is there."""
+    """Return the frames of the message at ``start``; None if it is not complete."""
     left = len(view) - start
     if left < _COUNT.size:
         return None
@@ -125,12 +125,12 @@ class PipeOut:
     """The writing end of a pipe that process ``pid`` has offered.
 
     Raises:
-        OSError: it cannot be opened, or is not the one that was offered.
+        OSError: it cannot be opened, or is not the offered pipe.
     """
 
     def __init__(self, pid: int, ticket: PipeTicket) -> None:
         path = f"/proc/{pid}/fd/{ticket.fd}"
-        if not _is(os.stat(path), ticket):  # before it is opened: opening may have effects
+        if not _is(os.stat(path), ticket):  # check first: opening another file may have effects
             raise OSError(f"{path} is not the offered pipe")
         self._fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if not _is(os.fstat(self._fd), ticket):
@@ -144,13 +144,14 @@ class PipeOut:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the end of a message still waits for room; until then no other is taken."""
+        """Whether the rest of a message waits for room; then no other message is taken."""
         return bool(self._rest)
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> bool:
-        """Return whether the pipe has taken the message; else nothing has happened.
+        """Send a message if the pipe has room; return whether it was sent.
 
-        The buffers are the caller's again. Raises ``BrokenPipeError`` when the reader is gone.
+        The buffers then belong to the caller again. Raises ``BrokenPipeError`` if the reader is
+        gone.
         """
         if self._rest or len(buffers) > MAX_MESSAGE_FRAMES:
             return False
@@ -167,14 +168,17 @@ class PipeOut:
         return True
 
     def flush(self) -> None:
-        """Write what waits, as far as there is room. Raises as ``send`` does."""
+        """Write the waiting bytes, as far as there is room. Raises as ``send`` does."""
         try:
             self._rest = self._rest[os.write(self._fd, self._rest) :]
         except BlockingIOError:
             pass
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; what waits for room gets so much time, and the reader keeps the rest."""
+        """Close the pipe; waiting bytes have ``linger_s`` to leave.
+
+        The reader can still read what is in the pipe.
+        """
         end_at = time.monotonic() + linger_s
         try:
             while self._rest and (left_s := end_at - time.monotonic()) > 0:
@@ -195,9 +199,9 @@ class Pipes:
     """The pipes of a van, by peer: reading and writing ends.
 
     Args:
-        watch: have the poll call a reader when a descriptor is ready: (it, reader, zmq.POLLIN or
-            zmq.POLLOUT).
-        unwatch: no longer.
+        watch: takes (descriptor, reader, zmq.POLLIN or zmq.POLLOUT); from then on the poll calls
+            the reader when the descriptor is ready.
+        unwatch: undoes ``watch`` for a descriptor.
     """
 
     def __init__(
@@ -209,7 +213,7 @@ class Pipes:
         self._outgoing: dict[str, PipeOut] = {}
 
     def offer(self, peer: str) -> PipeTicket | None:
-        """Make a pipe by which ``peer`` may send; None where it has one, or none is left."""
+        """Make a pipe for messages of ``peer``; None if it has one, or at a limit."""
         if len(self._incoming) >= MAX_PIPES or peer in self._incoming:
             return None
         try:
@@ -220,17 +224,17 @@ class Pipes:
         return pipe.ticket
 
     def take(self, peer: str, pid: int, ticket: PipeTicket) -> bool:
-        """Send to ``peer`` by the pipe that its process offers; whether it can be opened."""
+        """Open the pipe that ``peer`` offers, to send to it; return whether that worked."""
         if len(self._outgoing) >= MAX_PIPES or peer in self._outgoing:
             return False
         try:
             self._outgoing[peer] = PipeOut(pid, ticket)
-        except OSError:  # another space of process ids, or another user
+        except OSError:  # another process-id namespace, or another user
             return False
         return True
 
     def send(self, peer: str, buffers: list[bytes | memoryview]) -> bool:
-        """Return whether a pipe has taken this message; else it goes by the connection."""
+        """Send by a pipe if possible; return False if the message needs the connection."""
         pipe = self._outgoing.get(peer)
         if pipe is None:
             return False
@@ -244,10 +248,10 @@ class Pipes:
         return is_sent
 
     def end(self, events: list[VanEvent]) -> None:
-        """Close pipes whose connections ended; what came by them goes before that news."""
+        """Close pipes of ended connections; put their messages before ``Disconnected``."""
         for event in [event for event in events if type(event) is Disconnected]:
             if event.peer in self._incoming:
-                self._read(event.peer, events, 0)  # all that a pipe can hold
+                self._read(event.peer, events, 0)  # reads all that a pipe can hold
             self.close(event.peer)
 
     def close(self, peer: str) -> None:
@@ -258,7 +262,7 @@ class Pipes:
             self._close_outgoing(peer)
 
     def close_all(self, linger_s: float) -> None:
-        """Close all at the van's end. What waits for room gets so much time."""
+        """Close all pipes when the van ends; waiting bytes have ``linger_s`` to leave."""
         end_at = time.monotonic() + linger_s
         for peer in list(self._outgoing):
             self._close_outgoing(peer, end_at - time.monotonic())
@@ -266,7 +270,7 @@ class Pipes:
             self._close_incoming(peer)
 
     def _read(self, peer: str, events: list[VanEvent], _limit: int) -> None:
-        """Add what waits there to ``events``, before the news of the connection's end."""
+        """Add the pipe's messages to ``events``, before the peer's ``Disconnected``."""
         try:
             messages = self._incoming[peer].read()
         except ProtocolError:  # the writer is not a van

@@ -1,12 +1,12 @@
 """ZeroMQ sockets of both ends of the van over TCP: options, monitors, frames.
 
-The behaviour of options is that of the manual page ``zmq_setsockopt`` (libzmq 4.3.5). Runs on
-the owner's thread. Read next: ``listener.py``.
+The manual page ``zmq_setsockopt`` (libzmq 4.3.5) describes the options. Runs on the owner's thread.
+Read next: ``listener.py``.
 
-pyzmq's thread that frees what is sent without a copy (``zmq.utils.garbage``) ends in an exit
-handler, and exit handlers run in the reverse order of their registration. pyzmq registers it when
-that module is imported, by default with the first large frame; it is imported here, so that nodes
-that are closed by handlers of later registration still send without a copy.
+A thread of pyzmq (``zmq.utils.garbage``) frees the frames that were sent without a copy. It ends in
+an exit handler, and exit handlers run in the reverse order of their registration. pyzmq registers
+this one when that module is imported, by default with the first large frame. It is imported here,
+so that nodes that are closed by handlers registered later can still send without a copy.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Socket = zmq.Socket[bytes]
 
 MAX_SOCKETS = 16384
 LOOPBACK_BUFFER_BYTES = 256 << 10
-"""The kernel's buffers of a connection within this machine. Left alone they grow to megabytes, and
-what passes through them has left the processor's cache when it is read: twice the time per byte."""
+"""The size of the kernel's buffers of a connection within this machine. By default they grow to
+megabytes. Then data has left the processor's cache when it is read: twice the time per byte."""
 
 REFUSED_KEY = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 WRONG_PROTOCOL = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -44,21 +44,21 @@ class SocketMaker:
     """A ZeroMQ context, and the options that all sockets of a van share."""
 
     def __init__(self, options: _Options) -> None:
-        # One I/O thread, and never more: accepted.py relies on its order of events.
+        # Exactly one I/O thread: accepted.py relies on its order of events.
         self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._options = options
         self._numbers = itertools.count(1)
 
     def new(self, kind: int, options: _Options = ()) -> Socket:
-        """Make a socket; raise :class:`ConfigError` where no more files may be opened."""
+        """Make a socket; raise :class:`ConfigError` if no more files may be opened."""
         try:
             socket = self._context.socket(kind)
         except zmq.ZMQError as error:
             raise cannot_open("another socket", error.errno) from error
         try:
             self._prepare(socket, options)
-        except BaseException:  # an open socket would keep `close` waiting for ever
+        except BaseException:  # `close` would wait for an open socket for ever
             socket.close(linger=0)
             raise
         return socket
@@ -71,7 +71,7 @@ class SocketMaker:
             socket.set(option, value)
 
     def new_watched(self, kind: int, events: int, options: _Options = ()) -> tuple[Socket, Socket]:
-        """Make a socket and the monitor that tells of ``events`` of it."""
+        """Make a socket, and a monitor that reports its ``events``."""
         name = f"inproc://monitor-{next(self._numbers)}"
         made: list[Socket] = []
         try:
@@ -88,7 +88,7 @@ class SocketMaker:
         return made[0], made[1]
 
     def close(self) -> None:
-        """Wait until the sockets, which are closed, have sent what they may still send."""
+        """Wait until the closed sockets have sent what they may still send."""
         self._context.term()
 
 
@@ -104,14 +104,14 @@ def _close_all(sockets: Sequence[Socket]) -> None:
 
 
 def send(to: Socket, buffers: Sequence[bytes | memoryview]) -> bool:
-    """Send one message, or drop it where the peer is gone; return whether it was sent."""
+    """Send one message, or drop it if the peer is gone; return whether it was sent."""
     last = len(buffers) - 1
     try:
         for index, buffer in enumerate(buffers):
             flags = zmq.NOBLOCK if index == last else zmq.NOBLOCK | zmq.SNDMORE
             _send_frame(to, buffer, flags)
     except zmq.ZMQError as error:
-        # Both come at the first frame or never, so no message is left half sent.
+        # Both errors occur at the first frame or never, so no message is left half sent.
         if error.errno in (errno.EHOSTUNREACH, errno.EAGAIN):
             return False
         raise
@@ -122,16 +122,17 @@ def _send_frame(to: Socket, buffer: bytes | memoryview, flags: int) -> None:
     try:
         to.send(buffer, flags, copy=False)
     except RuntimeError:
-        # The interpreter ends, and pyzmq sends nothing without a copy any more: its thread for that
-        # has ended, or cannot be started (from Python 3.12 on). Nothing of the frame was sent.
+        # The interpreter is ending, and pyzmq can no longer send without a copy: its thread for
+        # that has ended, or cannot be started (since Python 3.12). No part of the frame was sent.
         to.send(buffer, flags)
 
 
 def read_rest(source: Socket, frame: zmq.Frame, max_bytes: int) -> list[memoryview | bytes] | None:
     """Return views of all frames of the message that begins with ``frame``.
 
-    ``None`` for a message of too many frames or bytes; it is taken out of the queue all the
-    same. libzmq hands a message over when all of it is there, so this cannot come earlier.
+    Returns ``None`` if the message has too many frames or bytes; it is still removed from the
+    queue. libzmq delivers a message only when all of it has arrived, so an earlier check is not
+    possible.
     """
     frames: list[memoryview | bytes] = [frame.buffer]
     left = max_bytes - len(frame)
@@ -147,17 +148,17 @@ def read_rest(source: Socket, frame: zmq.Frame, max_bytes: int) -> list[memoryvi
 
 
 def has_more(source: Socket) -> bool:
-    """Return whether a message waits; cheaper than an exception of ``recv``."""
+    """Return whether a message waits; this is cheaper than an exception from ``recv``."""
     return bool(int(source.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def is_ours(frames: Sequence[memoryview | bytes]) -> bool:
-    """Return whether a message is one that vans send for themselves: one empty frame."""
+    """Return whether vans use this message among themselves: a single empty frame."""
     return len(frames) == 1 and not len(frames[0])
 
 
 def monitor_events(monitor: Socket) -> Iterator[tuple[int, int]]:
-    """Return the ``(event, value)`` pairs at a monitor; mostly of descriptors."""
+    """Return a monitor's ``(event, value)`` pairs; most values are descriptors."""
     while True:
         try:
             head = monitor.recv(zmq.NOBLOCK)

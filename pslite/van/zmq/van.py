@@ -1,26 +1,26 @@
 """The van over TCP: a ROUTER for peers, a DEALER for each own connection.
 
-It keeps the contract of ``base.py`` and may not know what the frames mean. Everything runs
-on the owner's thread but ``wake``; libzmq adds one I/O thread a van, which also answers
-heartbeats, so a node with a busy interpreter is not taken for lost.
+It keeps the contract of ``base.py`` and does not know what the frames mean. Everything except
+``wake`` runs on the owner's thread. libzmq adds one I/O thread per van, which also answers
+heartbeats, so a node with a busy interpreter does not count as lost.
 Read ``base.py``, ``accepted.py`` and the files beside it first; nothing comes after this file.
 
 What differs from everyday ZeroMQ, and why (options are those of the manual page
 ``zmq_setsockopt``; the behaviour was read in the source of libzmq 4.3.5 and is tested)
 
 * **A socket lives for one connection.** libzmq would reconnect by itself and then send what was
-  queued for the dead connection, out of buffers that may hold something else by then. So its
-  reconnecting is put off for ever, and a lost DEALER is replaced by a fresh one with a fresh
-  routing id. That also makes a routing id mean one connection, which ``accepted.py`` needs,
-  and ROUTER_HANDOVER unnecessary: a restarted node never collides with its old self.
+  queued for the dead connection, from buffers that may hold other data by then. So the van puts
+  off its reconnecting for ever, and replaces a lost DEALER by a fresh one with a fresh routing
+  id. A routing id then means one connection, which ``accepted.py`` needs, and ROUTER_HANDOVER
+  is unnecessary: a restarted node never collides with its old self.
 * **No receive limit.** A socket at its high-water mark stops reading, and then heartbeats go
-  unanswered: the peers of a node that is merely slow would call it lost (a test shows it).
-  Credits bound what can be under way.
-* **Ends are drained before they are told.** libzmq announces the end of a connection before it
-  hands over the last messages of it; see ``accepted.py``.
-* **A message of one empty frame is ours.** PROBE_ROUTER makes libzmq open each connection with
-  one, which tells the accepting end who is there; and one is sent to learn whether a connection
-  still exists. Both are swallowed by the van that receives them.
+  unanswered: the peers of a node that is merely slow would declare it lost (a test shows this).
+  Credits limit what is in flight.
+* **Connections are drained before their end is reported.** libzmq announces the end of a
+  connection before it delivers the connection's last messages; see ``accepted.py``.
+* **A message of one empty frame belongs to the van.** PROBE_ROUTER makes libzmq open each
+  connection with one, which tells the accepting end who has connected. The van also sends one to
+  learn whether a connection still exists. The receiving van drops both.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from pslite.van.zmq.pipes import Pipes
 from pslite.van.zmq.sockets import Socket, SocketMaker, close_watched
 
 SPREAD_BYTES = 64 << 10
-"""Messages of this many bytes take turns where a peer has several connections."""
+"""If a peer has several connections, messages of at least this many bytes take turns on them."""
 
 
 class Wakeup:
@@ -69,7 +69,7 @@ class Wakeup:
         self._reading, self._writing = socket.socketpair()
         self._reading.setblocking(False)
         self._writing.setblocking(False)
-        self._lock = threading.Lock()  # wake() and close() must not meet at the descriptor
+        self._lock = threading.Lock()  # wake() and close() must not use the descriptor together
         self._pending = False
         self._taken = False
 
@@ -78,9 +78,9 @@ class Wakeup:
         return self._reading.fileno()
 
     def wake(self) -> None:
-        """Make :meth:`fileno` readable. From any thread, also after :meth:`close`."""
-        # Read without the lock on purpose: while it is set, a poll is bound to return, and the
-        # owner looks at its queues after that.
+        """Make :meth:`fileno` readable. From any thread, even after :meth:`close`."""
+        # Read without the lock on purpose: while it is set, a poll is certain to return, and the
+        # owner then looks at its queues.
         if self._pending:
             return
         with self._lock:
@@ -95,7 +95,7 @@ class Wakeup:
         self._taken = True
 
     def take(self) -> bool:
-        """Return whether something was read since this was last asked."""
+        """Return whether there was a wake-up since the last call."""
         taken, self._taken = self._taken, False
         return taken
 
@@ -115,15 +115,14 @@ class ZmqVan(Van):
         hosts: the addresses of names that have been looked up already.
         heartbeat_interval_s: how often libzmq asks a peer for a sign of life.
         heartbeat_timeout_s: silence after which a connection is lost. Each byte that arrives is
-            a sign of life, except on systems that do not count them (``flows.py``): there it is
-            each complete frame.
-        handshake_timeout_s: how long a new TCP connection may take to present itself.
-        linger_s: how long ``close`` may wait for what was sent to leave this machine.
-        max_message_bytes: the largest frame. ``send`` refuses a larger one, and a peer that
-            sends one is disconnected before memory is allocated. The same on all nodes.
-        stranger_bytes: what connections may fill together before they have said a word.
-        mechanism: what both ends of a connection must know, the same on all nodes. Without it
-            the van listens at, and connects to, loopback addresses only.
+            a sign of life; on systems that do not count bytes (``flows.py``), each complete frame.
+        handshake_timeout_s: how long the handshake of a new TCP connection may take.
+        linger_s: how long ``close`` may wait until sent messages have left this machine.
+        max_message_bytes: the most bytes of a frame, the same on all nodes. ``send`` refuses a
+            larger frame, and a peer that sends one is disconnected before memory is allocated.
+        stranger_bytes: the most memory for all connections that have not sent a message yet.
+        mechanism: the secret that both ends of a connection must know, the same on all nodes.
+            Without it the van listens at, and connects to, loopback addresses only.
         warn: takes lines about connections that fail, for people.
     """
 
@@ -157,7 +156,7 @@ class ZmqVan(Van):
             (
                 (zmq.SNDHWM, 0),
                 (zmq.RCVHWM, 0),
-                # Of what a connection carries; ``cutting.py`` holds the limit of messages.
+                # This limits a frame on a connection; ``cutting.py`` limits whole messages.
                 (
                     zmq.MAXMSGSIZE,
                     min(max_message_bytes, PIECE_BYTES) + self._doors.overhead_bytes,
@@ -176,9 +175,9 @@ class ZmqVan(Van):
         self._listener: Listener | None = None
         self._zap: ZapHandler | None = None
         self._links: dict[str, Link] = {}
-        #: The names that this van has ever called others by; they stay theirs.
+        #: All names that were ever given to ``connect``; no other peer may use them.
         self._called: set[str] = set()
-        #: Events that came about outside of a poll.
+        #: Events that happened outside of a poll.
         self._news: list[VanEvent] = []
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
@@ -216,7 +215,7 @@ class ZmqVan(Van):
             zmq.ROUTER, ROUTER_EVENTS, self._doors.listening
         )
         try:
-            self._open_zap()  # first: it must be there when a peer knocks
+            self._open_zap()  # first: it must exist when a peer connects
             bound_port = listen(router, host, port, listen_fd, guarded=self._zap is not None)
         except BaseException:
             close_watched(router, monitor, linger_ms=0)
@@ -246,7 +245,7 @@ class ZmqVan(Van):
             self._listener.turned_away(address, OTHER_KEY)
 
     def _is_taken(self, uid: str) -> bool:
-        """Return whether a name is this van's own, or of its own connections."""
+        """Return whether a name is this van's own, or that of a peer of ``connect``."""
         return uid == self.uid or uid in self._called
 
     def connect(self, peer: str, address: str) -> None:
@@ -333,7 +332,7 @@ class ZmqVan(Van):
             limit = max(16, MESSAGES_PER_POLL // (len(ready) or 1))
             for source, _ in ready:
                 reader = self._readers.get(source)
-                if reader is not None:  # else one before it has closed it
+                if reader is not None:  # otherwise an earlier reader has closed the source
                     reader(events, limit)
             self._run_timers(events)
             if self._news:

@@ -165,7 +165,7 @@ class JobPlace(Place):
         for warning in dict.fromkeys(warnings):  # such as about a pod security standard
             say(f"the cluster warns: {warning}")
 
-    # -- the main thread: as the supervisor wants it ------------------------------------------
+    # -- the main thread: the interface for the supervisor ------------------------------------
 
     def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
         self._threads.start(self._look)
@@ -277,8 +277,8 @@ class JobPlace(Place):
         self.is_left_alone = True
         look = self._cluster.kubectl("get", "pods", "-l", self._job.selector)
         raise LaunchError(
-            f"{lost}; the job was left alone and may still run: look by '{look}', end it by "
-            f"'{self._by_hand()}'",
+            f"{lost}; the job was left alone and may still run: inspect it with '{look}', end it "
+            f"with '{self._by_hand()}'",
             exit_code=1,
         )
 

@@ -57,7 +57,7 @@ class Patience:
     silent_s: float = 1800.0  # without an answer, until the launcher leaves the job alone
     first_remark_s: float = 10.0  # until pods that have not started are named
     remind_s: float = 60.0  # between two equal messages
-    final_s: float = 10.0  # for an obstacle that will hardly disappear
+    final_s: float = 10.0  # for an obstacle that will probably not disappear
     trouble_s: float = 120.0  # for another trouble, such as a registry that does not answer
     start_s: float = float(DEFAULT_RENDEZVOUS_S)  # until all pods must have started
     last_output_s: float = 10.0  # for the rest of the logs, after the end
@@ -77,7 +77,7 @@ class Obstacle(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether waiting will hardly remove the obstacle."""
+        """Whether the obstacle will probably not disappear."""
         return self.is_trouble and any(words in self.sentence.lower() for words in _FINAL)
 
 
@@ -236,7 +236,7 @@ def _dig(part: Any, *names: str) -> Any:
     return part
 
 
-# -- what follows from looking again and again ------------------------------------------------
+# -- what successive polls show ----------------------------------------------------------------
 
 
 class JobWatch:

@@ -104,9 +104,10 @@ def run_with(options: LaunchOptions, environ: Mapping[str, str], patience: Patie
     if not options.dry_run:
         where = f" --namespace={job.namespace}" if job.namespace is not None else ""
         say(
-            "the output holds the job's key in a Secret: keep it to yourself; start the job by "
-            f"'kubectl apply -f FILE', look by 'kubectl{where} get pods -l {job.selector}', "
-            f"remove everything by 'kubectl{where} delete {EVERYTHING} -l {job.selector}'"
+            "the output contains the job's key in a Secret: keep it to yourself; start the job "
+            f"with 'kubectl apply -f FILE', inspect it with 'kubectl{where} get pods -l "
+            f"{job.selector}', remove everything with 'kubectl{where} delete {EVERYTHING} -l "
+            f"{job.selector}'"
         )
     return 0
 
