@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import InprocCluster
-from halves import halved
+from combinations import covering
 
 import kvstore as mx
 from kvstore.server import install
@@ -191,7 +191,7 @@ def local_bits() -> dict[tuple[str, int], list[bytes]]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "num_workers", "num_servers"), halved(list(OPTIMIZERS), [2, 3], [1, 2, 3])
+    ("optimizer", "num_workers", "num_servers"), covering(list(OPTIMIZERS), [2, 3], [1, 2, 3])
 )
 def test_every_worker_sees_the_bits_of_as_many_local_devices_after_every_step(
     local_bits: dict[tuple[str, int], list[bytes]],

@@ -39,7 +39,7 @@ def places(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def members(places: str) -> Iterator[list[Communicator]]:
     """A group on one machine or two, for the tests that break nothing; two servers."""
-    with cluster_of(len(places), 2, machines=places, chunk_bytes=1024) as cluster:
+    with cluster_of(len(places), 2, machines=places, chunk_bytes=8192) as cluster:
         yield opened(groups(cluster, any_order=True))
 
 

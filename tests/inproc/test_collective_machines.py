@@ -39,7 +39,7 @@ def places(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def group(places: str) -> Iterator[list[Communicator]]:
     """A group of workers on several machines, for the tests that break nothing."""
-    with on_machines(places, chunk_bytes=1024) as cluster:
+    with on_machines(places, chunk_bytes=8192) as cluster:
         members = opened(groups(cluster, rings=True))
         results([member.all_reduce(np.zeros(300_000)) for member in members])  # starts threads
         yield members

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import LIMIT_S
-from halves import halved
+from combinations import covering
 from workers import Workers
 
 import kvstore
@@ -100,7 +100,7 @@ def trained_locally(chosen: optimizer.Optimizer, num_devices: int) -> list[bytes
 
 @pytest.mark.parametrize(
     ("name", "num_servers", "one_by_one"),
-    halved(
+    covering(
         [*NEEDS_WHOLE_KEYS, *BY_ROW, *(f"{name} by key" for name in BY_KEY)],
         [1, 2, 3],
         [False, True],

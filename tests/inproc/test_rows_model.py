@@ -21,7 +21,7 @@ def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
 
 @given(CALLS)
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_cluster_holds_what_the_dictionary_does(workers: Workers, calls: list[Any]) -> None:
     stores = workers.create()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from combinations import covering
 from workers import Workers
 
 import kvstore
@@ -65,9 +66,9 @@ def begin(kv: KVStore, given: object) -> None:
 # -- the numbers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_servers", [1, 2, 3])
-@pytest.mark.parametrize("shm", [True, False])
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    ("name", "shm", "num_servers"), covering(list(CHAINS), [True, False], [1, 2, 3], together=1)
+)
 def test_servers_add_up_what_the_codecs_give(name: str, shm: bool, num_servers: int) -> None:
     def script(kv: KVStore) -> Sequence[np.ndarray[Any, Any]]:
         begin(kv, CHAINS[name])

@@ -141,7 +141,7 @@ def test_tables_hold_what_the_dictionaries_do(
     with Workers(kind, num_workers, num_servers) as workers:
 
         @given(CALLS, OPTIONS)
-        @settings(max_examples=40, deadline=None)
+        @settings(max_examples=20, deadline=None)
         def check(calls: list[Any], options: Any) -> None:
             both = Both(workers, options, num_servers)
             for call in calls:

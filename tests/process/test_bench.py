@@ -46,6 +46,7 @@ def test_alone_it_starts_jobs_and_compares_them(make_job: MakeJob) -> None:
     assert "your model (10 tensors, 4.0 MB), one step, estimated:" in text
 
 
+@pytest.mark.slow(reason="it measures; the comparison's short run runs always")
 def test_under_the_launcher_it_measures_the_job_it_is_in(make_job: MakeJob) -> None:
     launcher = [str(ROOT / "tools" / "launch.py"), "-n", "2", "-s", "1", "--launcher", "local"]
     bench = [sys.executable, "-m", "kvstore.bench", "--seconds", "0.2", "--model", "lenet"]

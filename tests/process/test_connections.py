@@ -53,6 +53,7 @@ kv.close()
         "curve",
     ],
 )
+@pytest.mark.slow(reason="a job that loses one of several connections runs always")
 def test_large_values_go_by_as_many_connections_as_are_set(
     make_job: MakeJob, security: str
 ) -> None:

@@ -257,6 +257,7 @@ def test_asynchronous_gradients_are_stale_and_still_find_the_line(make_job: Make
     assert lines[0][1].partition(": ")[2] == lines[1][1].partition(": ")[2]
 
 
+@pytest.mark.slow(reason="test_server_import.py has such an optimizer always")
 def test_servers_update_by_an_optimizer_that_they_import(make_job: MakeJob) -> None:
     script, module = "examples/kvstore/custom_optimizer.py", "examples.kvstore.my_optimizer"
     lines = launch(make_job, script, options=("--server-import", module))
@@ -362,6 +363,7 @@ def test_workers_in_jax_read_digits(make_job: MakeJob, flags: tuple[str, ...]) -
 
 
 @needs_torch
+@pytest.mark.slow(reason="an example that imports PyTorch; test_torch_jobs.py makes its calls")
 def test_the_first_steps_of_torch_distributed(make_job: MakeJob) -> None:
     assert launch(make_job, "examples/pytorch/ptdist.py", num_workers=3) == {
         rank: [

@@ -99,6 +99,7 @@ def test_a_job_runs_through_agents_with_its_words_and_variables(start: Start) ->
     assert f"[worker 1@two] sum 3.0 {words} m n" in output
 
 
+@pytest.mark.slow(reason="tests/unit/kvstore/launch has the agents' output")
 def test_more_output_than_an_agent_may_send_at_once_arrives_in_order(start: Start) -> None:
     job = start(
         *("-n", "2", "-s", "1", sys.executable, "-c", ROUND),
@@ -152,6 +153,7 @@ def test_a_host_that_is_lost_while_others_are_reached_is_named(start: Start) -> 
     assert "mayfly was lost: the connection was closed" in errors
 
 
+@pytest.mark.slow(reason="test_launch_local.py has what a worker leaves running")
 def test_what_a_worker_leaves_running_is_ended_and_a_variable_may_hold_any_bytes(
     start: Start,
 ) -> None:
@@ -166,7 +168,13 @@ def test_what_a_worker_leaves_running_is_ended_and_a_variable_may_hold_any_bytes
     assert "chatter" in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow(reason="the harder end runs always")),
+        signal.SIGKILL,
+    ],
+)
 def test_nothing_stays_when_the_launcher_is_ended(start: Start, number: signal.Signals) -> None:
     job = start("-n", "2", "-s", "1", sys.executable, "-c", STAY)
     try:
@@ -187,6 +195,7 @@ def test_nothing_stays_when_the_launcher_is_ended(start: Start, number: signal.S
 
 
 @pytest.mark.usefixtures("start")
+@pytest.mark.slow(reason="test_run.py runs functions, and tests/launchers does so on hosts")
 def test_a_function_runs_on_hosts_that_share_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

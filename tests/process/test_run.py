@@ -171,6 +171,7 @@ def test_a_call_that_needs_a_barrier_names_the_scheduler_that_was_killed() -> No
         mx.run(work, workers=2, servers=1)
 
 
+@pytest.mark.slow(reason="test_without_scheduler.py does so without a cluster")
 def test_a_cluster_goes_on_without_its_scheduler_until_a_call_needs_it() -> None:
     kill = by_value(kill_the_scheduler)
 
@@ -198,6 +199,7 @@ def test_a_cluster_goes_on_without_its_scheduler_until_a_call_needs_it() -> None
             cluster.run(exchange)
 
 
+@pytest.mark.slow(reason="it waits; a call that never returns runs always")
 def test_when_the_time_is_up_the_error_names_who_has_not_returned(tmp_path: Path) -> None:
     def work() -> str:
         if mx.create("dist_sync").rank in (0, 2):
@@ -217,6 +219,7 @@ def test_a_job_that_cannot_start_says_why(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.startswith("[launcher] cannot start worker 0")
 
 
+@pytest.mark.slow(reason="two jobs; tests/unit/kvstore/launch has what a job inherits")
 def test_a_worker_may_run_a_job_of_its_own_which_inherits_nothing_of_the_outer_one() -> None:
     def inner() -> tuple[str, str]:
         return os.environ["PS_JOB_ID"], os.environ["DMLC_NUM_WORKER"]

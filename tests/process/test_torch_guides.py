@@ -46,6 +46,7 @@ def start_as_mpiexec_does(job: Job, name: str, command: str) -> Process:
     return job._start(name, ["sh", "-c", loop], environment)
 
 
+@pytest.mark.slow(reason="the ranks import PyTorch; test_torch_mpi.py has what mpiexec tells")
 def test_scripts_for_mpi_meet_by_what_mpiexec_tells_each_rank(make_job: MakeJob) -> None:
     """One process for each rank runs both: the second group meets anew."""
     job = make_job(3)

@@ -160,6 +160,7 @@ except RuntimeError as error:
     assert 6 <= float(told[1]) < 9
 
 
+@pytest.mark.slow(reason="ranks that others start run always, as forks that have PyTorch")
 def test_workers_of_our_own_launcher_are_ranks_of_torch(make_job: MakeJob) -> None:
     """The store and the group of PyTorch use one node; torch's address is set by the launcher.
 

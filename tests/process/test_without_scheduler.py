@@ -153,6 +153,7 @@ def test_without_the_scheduler_a_lost_node_is_still_named_by_all_the_others(
     assert block_of(launcher)[1].startswith("process:  scheduler ")
 
 
+@pytest.mark.slow(reason="a worker that is lost runs always")
 def test_without_the_scheduler_a_worker_that_leaves_early_is_named_where_it_is_missed(
     make_job: MakeJob,
 ) -> None:
@@ -173,6 +174,7 @@ for n in range(1 + kv.rank):
     assert block_of(launcher)[1].startswith("process:  scheduler ")
 
 
+@pytest.mark.slow(reason="it waits for seconds; a scheduler that is killed later runs always")
 def test_a_scheduler_that_is_killed_before_all_have_joined_ends_the_job(make_job: MakeJob) -> None:
     job = make_job(2, 1, PS_ROSTER_INTERVAL="0.2", PS_LOST_AFTER="0.5")
     late = 'if os.environ["DMLC_TASK_ID"] == "1": time.sleep(60)\n'

@@ -32,7 +32,7 @@ seeds = st.integers(0, 999)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CHAINS)
-@settings(max_examples=15)  # for each chain and dtype
+@settings(max_examples=8)  # for each chain and dtype
 @given(size=sizes, seed=seeds)
 def test_what_was_decoded_and_the_residual_are_together_what_was_pushed(
     name: str, dtype: str, size: int, seed: int
@@ -51,7 +51,7 @@ def test_what_was_decoded_and_the_residual_are_together_what_was_pushed(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in CHAINS if not name.startswith("randomk")])
-@settings(max_examples=15)  # for each chain and dtype
+@settings(max_examples=8)  # for each chain and dtype
 @given(size=sizes, seed=seeds)
 def test_what_was_decoded_is_encoded_without_loss(
     name: str, dtype: str, size: int, seed: int

@@ -70,7 +70,7 @@ def outcome(chain: Chain, values: list[Array], offset: int) -> list[bytes]:
 @pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("given_", CODECS, ids=lambda each: "-".join(map(str, each.values())))
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(size=st.sampled_from(SIZES), offset=st.integers(0, 3), seed=st.integers(0, 99))
 def test_codecs_have_the_bits_of_numpys(
     given_: dict[str, Any], dtype: str, feedback: bool, size: int, offset: int, seed: int

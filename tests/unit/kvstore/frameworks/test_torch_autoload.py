@@ -110,6 +110,7 @@ def test_scripts_that_name_another_backend_get_this_one_where_that_is_asked_for(
     assert printed.splitlines() == ["kvstore kvstore kvstore", "[1.0, 1.0]", "kvstore [1.0, 1.0]"]
 
 
+@pytest.mark.slow(reason="the tests of PyTorch's calls have it for the backend")
 def test_a_monitored_barrier_works_for_the_backend_and_still_for_gloo(tmp_path: Path) -> None:
     printed = run(
         "import torch.distributed as dist\n"

@@ -184,7 +184,7 @@ def test_any_tree_is_refused_or_kept(data: Any) -> None:
     refuses_or_keeps(data)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.tuples(NAMES, st.dictionaries(FIELDS, NEARLY, max_size=5)).map(list))
 def test_what_is_nearly_an_optimizer_is_refused_or_kept(data: Any) -> None:
     refuses_or_keeps(data)
@@ -206,7 +206,7 @@ def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(places(VALID)[1:]), TREES | NUMBERS)
 def test_one_wrong_place_in_valid_data_is_refused_or_kept(path: Any, value: Any) -> None:
     data = copy.deepcopy(VALID)

@@ -24,7 +24,7 @@ def direct_bytes(size: int) -> Iterator[None]:
 
 
 @given(CALLS, st.sampled_from(["local", "device"]), st.sampled_from([0, table.DIRECT_BYTES]))
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_a_store_holds_what_the_dictionary_does(calls: list[Any], name: str, size: int) -> None:
     with direct_bytes(size), create(name) as store:
         both = Both(lambda script: script(store))

@@ -132,14 +132,14 @@ def header(message: Message = Leave()) -> list[Any]:  # noqa: B008 - a frozen va
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_every_message_survives_the_journey(kind: type[Message], data: st.DataObject) -> None:
     envelope = dataclasses.replace(surround(Beat()), message=data.draw(any_of(kind)))
     assert decode([encode(envelope)]) == envelope
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(ENVELOPES)
 def test_every_envelope_survives_the_journey(envelope: Envelope) -> None:
     assert decode([memoryview(encode(envelope)), b"payload"]) == envelope
@@ -206,7 +206,7 @@ def test_a_field_that_only_compares_like_the_right_one_is_refused(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_message_with_one_field_of_another_type_is_refused(
     kind: type[Message], data: st.DataObject

@@ -101,7 +101,7 @@ def moved(array: Array, offset: int, *, is_written: bool = False) -> Array:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@settings(max_examples=50)  # for each set of kernels
+@settings(max_examples=30)  # for each set of kernels
 @given(length=LENGTHS, count=st.integers(1, 6), offset=st.integers(0, 3), seed=st.integers(0, 99))
 def test_sums_have_the_bits_of_numpys(
     name: str, length: int, count: int, offset: int, seed: int
@@ -118,7 +118,7 @@ def test_sums_have_the_bits_of_numpys(
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@settings(max_examples=50)  # for each set of kernels
+@settings(max_examples=30)  # for each set of kernels
 @given(
     chosen=optimizers,
     length=LENGTHS,

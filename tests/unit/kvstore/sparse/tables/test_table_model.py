@@ -92,7 +92,7 @@ def held(share: TableShare) -> dict[int, tuple[list[float], list[float]]]:
 
 
 @given(CALLS, OPTIONS, st.sampled_from([1, 2, 5]))
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_shares_hold_what_the_dictionaries_do(
     calls: list[tuple[str, Any]], options: Any, num_shares: int
 ) -> None:
@@ -103,7 +103,7 @@ def test_shares_hold_what_the_dictionaries_do(
 
 
 @given(CALLS, st.sampled_from([None, 2]), st.sampled_from([1, 2]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_rows_are_the_same_whatever_the_number_of_shares(
     calls: list[tuple[str, Any]], ttl: int | None, admit_after: int
 ) -> None:
@@ -119,7 +119,7 @@ def test_rows_are_the_same_whatever_the_number_of_shares(
 
 
 @given(CALLS, CALLS, OPTIONS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_share_that_loads_an_export_goes_on_as_the_one_that_wrote_it(
     before: list[tuple[str, Any]], after: list[tuple[str, Any]], options: Any
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_share_that_loads_an_export_goes_on_as_the_one_that_wrote_it(
 
 
 @given(st.lists(CALLS, min_size=1, max_size=4), OPTIONS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_table_that_follows_by_deltas_holds_the_same_rows(
     stretches: list[list[tuple[str, Any]]], options: Any
 ) -> None:
