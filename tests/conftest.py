@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,23 +22,9 @@ import pytest
 import zmq
 import zmq.utils.garbage
 
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """NumPy's BLAS reads this when it is loaded: the other processors run other tests.
-
-    Processes that a test starts find the environment as it was.
-    """
-    name = "OPENBLAS_NUM_THREADS"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "1")
-    yield
-    if before is None:
-        del os.environ[name]
-
-
-with _one_thread():
-    import numpy  # noqa: F401
+# NumPy's BLAS reads this when it is loaded, here and in the processes that tests start: the other
+# processors run other tests.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:

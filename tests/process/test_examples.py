@@ -289,6 +289,7 @@ for grad in np.random.default_rng(0).normal(size=(20, 3)):
     assert worker.wait() == 0, worker.text
 
 
+@pytest.mark.slow(reason="an example that trains; the smallest one runs always")
 def test_an_mlp_learns_digits_with_two_workers(make_job: MakeJob) -> None:
     flags = ["--network", "mlp", "--kv-store", "dist_sync", "--num-epochs", "2", "--lr", "0.1"]
     lines = launch(make_job, "examples/image_classification/train_mnist.py", *flags)

@@ -10,7 +10,7 @@ from job import needs_proc
 
 pytestmark = [pytest.mark.process, needs_proc]
 
-COUNT = 2500
+COUNT = 1500
 MOST_KIB = 8 * 1024
 """More than 100,000 things may cost (``python -m tests.fuzz_sockets 100000``): in so short a run
 one allocation that happens to come late weighs as much as a leak would, which does so each time."""

@@ -158,6 +158,7 @@ def test_an_interrupt_while_a_service_is_still_importing_ends_it_without_a_word(
     assert server.lines == ["importing"]
 
 
+@pytest.mark.slow(reason="test_server_import.py has modules of servers always")
 def test_modules_beside_the_user_are_found_by_servers_of_the_launcher(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     (job.directory / "beside.py").write_text("print('beside was imported', flush=True)\n")

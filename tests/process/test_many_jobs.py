@@ -86,6 +86,7 @@ def _scheduler(job: Job) -> tuple[int, dict[str, str]]:
     ],
     ids=["the same key", "another key"],
 )
+@pytest.mark.slow(reason="test_rendezvous.py has a worker of another job always")
 def test_a_worker_of_another_job_that_comes_to_a_running_one_is_refused_and_told_why(
     make_job: MakeJob, tmp_path: Path, has_the_key: bool, sentence: str
 ) -> None:

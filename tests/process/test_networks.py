@@ -257,7 +257,7 @@ needs_nsenter = pytest.mark.skipif(
 
 
 @needs_nsenter
-@pytest.mark.slow(reason="calls in any order, which send as much, run always")
+@pytest.mark.slow(reason="test_collective_machines.py counts the bytes of each machine always")
 def test_four_ranks_on_two_machines_send_one_gradient_a_machine() -> None:
     for moved in through_the_cable(COMMUNICATOR):
         assert 1.0 < moved < 1.03
@@ -293,6 +293,7 @@ hvd.shutdown()
 
 
 @needs_nsenter
+@pytest.mark.slow(reason="test_collective_machines.py counts the bytes of each machine always")
 def test_calls_of_horovod_in_any_order_send_one_gradient_a_machine() -> None:
     for moved in through_the_cable(HOROVOD):
         assert 1.0 < moved < 1.05

@@ -294,6 +294,7 @@ def test_a_cluster_makes_several_calls_on_the_same_workers(
         cluster.run(rank)
 
 
+@pytest.mark.slow(reason="several calls on one cluster run always")
 def test_threads_submit_and_end_a_cluster_while_another_one_waits_for_a_result(
     tmp_path: Path,
 ) -> None:
@@ -423,6 +424,7 @@ def test_a_cluster_that_nobody_closes_ends_with_the_interpreter(
     assert caller.lines == ["[7]"]
 
 
+@pytest.mark.slow(reason="functions of all kinds run always, with cloudpickle")
 def test_without_cloudpickle_functions_of_modules_work_and_others_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,10 +180,10 @@ dist.destroy_process_group()
 kv.barrier()  # otherwise rank 1 may still find the first TCPStore of rank 0, which is about to end
 dist.init_process_group("kvstore")
 print("again", summed(float(rank + 1)))
-net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-if rank == 1:
-    kill_in_backward(net.module.weight)
 try:
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    if rank == 1:
+        kill_in_backward(net.module.weight)
     net(torch.ones(2)).sum().backward()
 except RuntimeError as error:
     tell(error)

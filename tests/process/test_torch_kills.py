@@ -32,13 +32,13 @@ dist.init_process_group("kvstore")
 net = model()
 ddp = torch.nn.parallel.DistributedDataParallel(net)
 mine = slice(8 * rank, 8 * rank + 8)
-train(ddp, mine, steps=2)
 server = dist.group.WORLD.cluster.node.membership.node(node_id(Role.SERVER, 0))
-if "VICTIM" == f"worker {rank}":
-    kill_in_backward(net[2].weight)
-elif "VICTIM" == "server 0" and rank == 0:
-    kill_in_backward(net[2].weight, server.pid)
 try:
+    train(ddp, mine, steps=2)  # others may still be in it when the victim is killed
+    if "VICTIM" == f"worker {rank}":
+        kill_in_backward(net[2].weight)
+    elif "VICTIM" == "server 0" and rank == 0:
+        kill_in_backward(net[2].weight, server.pid)
     train(ddp, mine, steps=100_000)
 except RuntimeError as error:
     tell(error)

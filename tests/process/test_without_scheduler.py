@@ -190,6 +190,7 @@ def test_a_scheduler_that_is_killed_before_all_have_joined_ends_the_job(make_job
     assert "\nended by the launcher: worker 1\n" in launcher.text
 
 
+@pytest.mark.slow(reason="test_interrupts.py has Ctrl-C always")
 def test_ctrl_c_ends_a_job_without_its_scheduler(make_job: MakeJob) -> None:
     job = make_job(2, 1)
     launcher = job.launch(SYNC + TOGETHER)

@@ -134,6 +134,7 @@ def test_a_monitored_barrier_works_for_the_backend_and_still_for_gloo(tmp_path: 
     assert "Default process group has not been initialized" in error
 
 
+@pytest.mark.slow(reason="a process that imports PyTorch, for a version that few have")
 def test_a_pytorch_that_loses_results_of_calls_is_refused(tmp_path: Path) -> None:
     printed = run(
         "import torch, torch.distributed as dist\n"
