@@ -27,16 +27,17 @@ INTRODUCTION = """\
 
 A setting comes from an argument of `Config.from_env`, or else from an environment variable, or else
 from its default. A process reads the variables once, when it joins its job; later changes have no
-effect. Switches take `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; an empty variable counts
-as not set. `DMLC_*` names, and the `PS_*` names that ps-lite has, mean the same as in ps-lite. When a
-node starts, it warns of each `PS_*` name that is not on this page and suggests the most similar one.
-It warns of a `DMLC_*` or `KVSTORE_*` name only if that is almost equal to one on this page.
+effect. Switches take `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; an empty variable
+counts as not set. `DMLC_*` names, and the `PS_*` names that ps-lite has, mean the same as in
+ps-lite. When a node starts, it warns of each `PS_*` name that is not on this page and suggests the
+most similar one. It warns of a `DMLC_*` or `KVSTORE_*` name only if that is almost equal to one on
+this page.
 
 The launcher sets the names with a star; `--env` cannot set them. (An exported `DMLC_PS_ROOT_URI` or
-`DMLC_PS_ROOT_PORT` tells it where the scheduler should listen.) Every process of a job, on other hosts
-too, inherits all other variables: `PS_VERBOSE=1 kvstore-launch -n 2 ...`. To set a variable only for
-servers or only for workers, use `--env-server NAME=VALUE` or `--env-worker NAME=VALUE`. Times may be
-`inf`, which means 10⁹ seconds; other numbers have limits, and an error names the limit.
+`DMLC_PS_ROOT_PORT` tells it where the scheduler should listen.) Every process of a job, on other
+hosts too, inherits all other variables: `PS_VERBOSE=1 kvstore-launch -n 2 ...`. To set a variable
+only for servers or only for workers, use `--env-server NAME=VALUE` or `--env-worker NAME=VALUE`.
+Times may be `inf`, which means 10⁹ seconds; other numbers have limits, and an error names the limit.
 """
 
 LAUNCHER = """\
@@ -53,8 +54,8 @@ READ_BY_LAUNCHER = (
         "`KVSTORE_JOB_DIR`",
         "`~/.kvstore/jobs`",
         "directory in which `mpi`, `slurm`, `sge`, `ray` and `yarn` create one for each job and "
-        "remove it when the job ends. For `mpi`, `slurm` and `sge` all hosts of the job must share it; "
-        "other users must not be able to write to it",
+        "remove it when the job ends. For `mpi`, `slurm` and `sge` all hosts of the job must share "
+        "it; other users must not be able to write to it",
     ),
     (
         "`RAY_ADDRESS`",

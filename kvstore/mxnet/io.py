@@ -302,7 +302,7 @@ def _named(what: str, given: Any, name: str) -> dict[str, _Source]:
     return sources
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
 
     def __getattr__(name):
         raise missing("kvstore.io", name, __all__)
