@@ -37,7 +37,7 @@ The launcher sets the names with a star; `--env` cannot set them. (An exported `
 `DMLC_PS_ROOT_PORT` tells it where the scheduler should listen.) Every process of a job, on other
 hosts too, inherits all other variables: `PS_VERBOSE=1 kvstore-launch -n 2 ...`. To set a variable
 only for servers or only for workers, use `--env-server NAME=VALUE` or `--env-worker NAME=VALUE`.
-Times may be `inf`, which means 10⁹ seconds; other numbers have limits, and an error names the limit.
+Times may be `inf`, which means 10⁹ seconds; other numbers have limits, which an error names.
 """
 
 LAUNCHER = """\
