@@ -1,7 +1,7 @@
 """Writes docs/settings.md from ``pslite.config.Config``: ``python docs/make_settings.py``.
 
-The tables of settings have one row for each field, so running this brings
-them up to date; a test notices when it was forgotten (``tests/unit/test_docs_examples.py``).
+The tables have one row for each field of ``Config``. Run this after changing ``Config``; a test
+fails if the page is out of date (``tests/unit/test_docs_examples.py``).
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ INTRODUCTION = """\
 
 <!-- Written by docs/make_settings.py from pslite/config.py: change that, not this. -->
 
-A setting is an argument of `Config.from_env`, else an environment variable, else its default.
-The variables are read once, when a process joins its job; changing them later has no effect.
-What is on or off takes `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; an empty variable is
-as good as none. `DMLC_*` names, and those `PS_*` names that ps-lite has, mean what they mean there.
-A `PS_*` name that is not on this page is reported when a node starts, with the name that was
-probably meant; a `DMLC_*` or `KVSTORE_*` name only when it is all but equal to one on this page.
+A setting comes from an argument of `Config.from_env`, or else from an environment variable, or else
+from its default. A process reads the variables once, when it joins its job; later changes have no
+effect. Switches take `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; an empty variable
+counts as not set. `DMLC_*` names, and the `PS_*` names that ps-lite has, mean the same as in
+ps-lite. When a node starts, it warns of each `PS_*` name that is not on this page and suggests the
+most similar one. It warns of a `DMLC_*` or `KVSTORE_*` name only if that is almost equal to one on
+this page.
 
-The launcher decides the names with a star, and `--env` cannot set them. (An exported
-`DMLC_PS_ROOT_URI` or `DMLC_PS_ROOT_PORT` tells it where the scheduler is to listen.) All others
-are inherited by every process of a job, on other hosts too: `PS_VERBOSE=1 kvstore-launch -n 2 ...`.
-Times may be `inf`, which is 10⁹ seconds; other numbers have bounds, which an error names.
-To set one for servers or workers only: `--env-server NAME=VALUE`, `--env-worker NAME=VALUE`.
+The launcher sets the names with a star; `--env` cannot set them. (An exported `DMLC_PS_ROOT_URI` or
+`DMLC_PS_ROOT_PORT` tells it where the scheduler should listen.) Every process of a job, on other
+hosts too, inherits all other variables: `PS_VERBOSE=1 kvstore-launch -n 2 ...`. To set a variable
+only for servers or only for workers, use `--env-server NAME=VALUE` or `--env-worker NAME=VALUE`.
+Times may be `inf`, which means 10⁹ seconds; other numbers have limits, which an error names.
 """
 
 LAUNCHER = """\
 ## Read by the launcher
 
-`kvstore-launch` reads these where it is called. It sets `DMLC_JOB_CLUSTER` on every process of a
-job: its own name (`local`, `ssh`, ...), for scripts that want to know.
+`kvstore-launch` reads these from its own environment. For every process of a job it sets
+`DMLC_JOB_CLUSTER` to the launcher's name (`local`, `ssh`, ...), for scripts that need it.
 
 | variable | default | meaning |
 | --- | --- | --- |
@@ -52,9 +53,9 @@ READ_BY_LAUNCHER = (
     (
         "`KVSTORE_JOB_DIR`",
         "`~/.kvstore/jobs`",
-        "directory in which `mpi`, `slurm`, `sge`, `ray` and `yarn` make one for each job, which "
-        "they remove at its end. For `mpi`, `slurm` and `sge` all hosts of the job must share it; "
-        "other users must not be able to write to it",
+        "directory in which `mpi`, `slurm`, `sge`, `ray` and `yarn` create one for each job and "
+        "remove it when the job ends. For `mpi`, `slurm` and `sge` all hosts of the job must share "
+        "it; other users must not be able to write to it",
     ),
     (
         "`RAY_ADDRESS`",
@@ -74,15 +75,15 @@ READ_BY_LAUNCHER = (
     (
         "`TMPDIR`",
         "`/tmp`",
-        "where the job's key is, and the logs of its processes unless `--log-dir` names a place",
+        "directory for the job's key and, without `--log-dir`, for the logs of its processes",
     ),
 )
 
 WITHOUT = """\
 ## Names of the original that change nothing
 
-They are accepted; `PS_VERBOSE=1` says so once for each that is set. `PS_RESEND` is accepted, too:
-what it asks for is always on.
+They are accepted; with `PS_VERBOSE=1` a node logs one line for each that is set. `PS_RESEND` is
+accepted too: resending is always on.
 
 | variable | why |
 | --- | --- |
@@ -90,7 +91,7 @@ what it asks for is always on.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     fields = dataclasses.fields(Config)
     job = [field for field in fields if not field.metadata["name"].startswith("PS_")]
     runtime = [field for field in fields if field.metadata["name"].startswith("PS_")]
@@ -106,7 +107,7 @@ def page() -> str:
 
 
 def table(fields: Iterable[dataclasses.Field[Any]]) -> str:
-    """One row for each field."""
+    """Return a table with one row for each field."""
     rows = ["| variable | argument | default | meaning |", "| --- | --- | --- | --- |"]
     for field in fields:
         name = field.metadata["name"]
@@ -118,7 +119,7 @@ def table(fields: Iterable[dataclasses.Field[Any]]) -> str:
 
 
 def written(default: Any, parse: Callable[[str], Any]) -> str:
-    """The default as one would write it in the environment, in the unit of the variable."""
+    """Return the default as a user would write it in the environment, in the variable's unit."""
     if default is None or default == "":
         return "none"
     if isinstance(default, str):

@@ -1,6 +1,6 @@
 """The command ``kvstore`` (also ``python -m kvstore``) with its subcommands.
 
-Each subcommand is imported when it is asked for and reads its own arguments. The old names
+Each subcommand is imported only when it is used, and reads its own arguments. The old names
 (``kvstore-launch``, ``python -m kvstore.status``, ``python -m kvstore.bench``) do the same.
 """
 

@@ -1,11 +1,10 @@
 """``kvstore status``: show what the nodes of a running job do.
 
-Asks as an observer (``pslite/apps/observer.py``), which takes no part in the job, and prints the
-answer as tables, as JSON or in one line; ``docs/status.md`` explains each column to its reader. A
-``Survey`` has counters; rates of traffic come from two of them, the later one and the one before.
-Ends with 0; with 1 where no answer comes or the key is another one; with 2 where the command or a
-setting makes no sense. What goes wrong is one sentence. With ``--kubernetes`` the same command runs
-in the scheduler's pod, which has address and key.
+The command asks as an observer (``pslite/apps/observer.py``), which does not join the job. It
+prints the answer as tables, as JSON or in one line; ``docs/status.md`` explains the columns. A
+``Survey`` has counters, so a rate of traffic needs two surveys. The exit code is 0; 1 if no answer
+comes or the key is wrong; 2 if the command or a setting is invalid. An error is one sentence. With
+``--kubernetes``, the same command runs in the scheduler's pod, which has the address and the key.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ LEAST_WATCH_S = 0.5
 """The shortest time between two surveys: the scheduler repeats a younger one."""
 _CLEAR = "\x1b[H\x1b[2J"
 _SLOWER = 0.9
-"""A worker is named as slower than the others below this share of the fastest one's rate, ..."""
+"""A worker is reported as slow if its rate is below this share of the fastest one's, ..."""
 _LESS_WAIT = 0.1
-"""... or where it waits so much less than the others: they wait for it."""
+"""... or if it waits this much less than the others, because they wait for it."""
 _TRAFFIC = ("sent_bytes", "received_bytes", "shared_bytes")
 _COUNTS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -142,7 +141,7 @@ def _run(options: argparse.Namespace) -> int:
 def _ask_in_pod(options: argparse.Namespace) -> int:
     """Run this command in the scheduler's pod.
 
-    Raises ``LaunchError``, ``ClusterError``.
+    Raises ``LaunchError`` and ``ClusterError``.
     """
     cluster = connect(options.namespace)
     words = [flag for flag in ("json", "line") if getattr(options, flag)]
@@ -160,8 +159,8 @@ def _said(error: Exception, code: int) -> int:
 def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
     """Return the scheduler's address, and the configuration with the key.
 
-    Without a given key, the key of a job that the launcher runs here for this user is used. Raises
-    ``ConfigError``, ``DeadlineError``.
+    If no key is given, use that of this user's job, if the launcher runs it here. Raises
+    ``ConfigError`` and ``DeadlineError``.
     """
     given: dict[str, Any] = {}
     if options.key_file is not None:
@@ -222,7 +221,7 @@ def _shown(
     return as_table(survey, before)
 
 
-# -- what is to be known of two surveys -------------------------------------------------------
+# -- numbers from two surveys -----------------------------------------------------------------
 
 
 class Summary(NamedTuple):
@@ -251,7 +250,7 @@ def rates(node: NodeStatus, before: Survey | None) -> tuple[float | None, ...]:
     if now is None or then is None or now.uptime_s <= then.uptime_s:
         return (None,) * len(_TRAFFIC)
     seconds = now.uptime_s - then.uptime_s
-    # Counters fall when a peer is forgotten; nothing was sent backwards.
+    # Counters fall when a peer is forgotten, but a rate is never negative.
     return tuple(max(0, getattr(now, name) - getattr(then, name)) / seconds for name in _TRAFFIC)
 
 
@@ -280,7 +279,7 @@ def _trained(workers: Sequence[NodeStatus]) -> list[tuple[NodeStatus, Progressed
 
 
 def _slowest(workers: Sequence[NodeStatus]) -> str:
-    """Return the node that is silent, else behind, else waits least for others."""
+    """Return the worker that is silent, or else is behind, or else waits least."""
     silent = [node for node in workers if node.state == "silent"]
     if silent and len(workers) > 1:
         return max(silent, key=lambda node: node.silent_s).name
@@ -300,7 +299,7 @@ def _slowest(workers: Sequence[NodeStatus]) -> str:
 
 
 def as_line(summary: Summary) -> str:
-    """Return the job in one line of some 80 characters."""
+    """Return the job in one line of about 80 characters."""
     parts = [f"{summary.workers_up}/{summary.num_workers} workers"]
     if summary.state != "running":
         parts.append(summary.state)

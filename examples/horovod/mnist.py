@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/horovod/mnist.py
     python examples/horovod/mnist.py                        (one process)
 
-It is a script for Horovod but for the line that imports it. The digits are those of
+Only its import differs from a script for Horovod. The digits are those of
 ``examples/image_classification``.
 """
 
@@ -31,7 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def lenet() -> nn.Sequential:
-    """LeNet; each rank begins with weights of its own, and gets those of rank 0."""
+    """LeNet; each rank starts with its own weights and then gets those of rank 0."""
     return nn.Sequential(
         *(nn.Conv2d(1, 20, 5), nn.Tanh(), nn.MaxPool2d(2)),
         *(nn.Conv2d(20, 50, 5), nn.Tanh(), nn.MaxPool2d(2)),
@@ -73,7 +73,7 @@ def accuracy(model: nn.Module, digits: mnist.Digits) -> float:
 
 
 def main() -> None:
-    """Train, test, and say how well it went."""
+    """Train, test, and print the accuracy."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32, help="of each rank")

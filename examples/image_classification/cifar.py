@@ -1,6 +1,6 @@
-"""Reads CIFAR-10's binary files, makes up images of the same form, and varies images.
+"""Reads CIFAR-10's binary files, generates images of the same form, and augments images.
 
-Pure: files and seeds in, NumPy arrays out; no network, no thread. The layout (A. Krizhevsky,
+Turns files and seeds into NumPy arrays, without network or threads. The layout (A. Krizhevsky,
 https://www.cs.toronto.edu/~kriz/cifar.html, "binary version"): records of one byte of label and
 3,072 bytes of pixels, 1,024 of red, then green, then blue, each row by row. Read next:
 ``train_cifar10.py``.
@@ -34,7 +34,7 @@ GET = (
     "tar xzf cifar-10-binary.tar.gz"
 )
 
-# Of the 50,000 images to train on.
+# Of the 50,000 training images.
 MEAN = np.array([125.31, 122.95, 113.87], np.float32).reshape(3, 1, 1)
 DEVIATION = np.array([62.99, 62.09, 66.70], np.float32).reshape(3, 1, 1)
 
@@ -50,10 +50,10 @@ class Images:
 
 
 def load(folder: Path) -> tuple[Images, Images]:
-    """The images to train on and those to test on, from the six files in ``folder``.
+    """The training images and the test images, from the six files in ``folder``.
 
-    They may also lie in the folder that the archive makes inside of it. Raises ``UsageError``
-    that says which file is missing and where to get it, or what is wrong with one.
+    The files may also be in the archive's own folder inside it. Raises ``UsageError``, which says
+    which file is missing and where to get it, or what is wrong with a file.
     """
     home = find(folder)
     parts = [read_file(home / name) for name in TRAINING_FILES]
@@ -71,7 +71,7 @@ def load(folder: Path) -> tuple[Images, Images]:
 
 
 def find(folder: Path) -> Path:
-    """The folder that holds all six files: ``folder`` or the archive's own inside of it."""
+    """The folder with all six files: ``folder`` or the archive's own inside it."""
     inside = folder / FOLDER_IN_ARCHIVE
     home = inside if inside.is_dir() else folder
     missing = [name for name in (*TRAINING_FILES, TEST_FILE) if not (home / name).is_file()]
@@ -124,8 +124,8 @@ def synthetic(num_images: int, seed: int) -> Images:
 
 
 def augment(pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-    """New images: each padded by 4 zeros on all sides, cut out again anywhere, half of them
-    mirrored (He et al., arXiv 1512.03385, section 4.2)."""
+    """New images: each is padded by 4 zeros on all sides and cropped at a random place, and half of
+    them are mirrored (He et al., arXiv 1512.03385, section 4.2)."""
     count = len(pixels)
     padded = np.pad(pixels, ((0, 0), (0, 0), (PADDING, PADDING), (PADDING, PADDING)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, SHAPE[1:], axis=(2, 3))

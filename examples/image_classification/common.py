@@ -1,7 +1,7 @@
 """Flags that the training scripts share, and what they mean: devices, optimizer, metrics.
 
 Named as in MXNet's image-classification examples (example/image-classification/common/fit.py);
-the flags of those that make no sense here take their default only. Nothing here trains or
+flags of these examples that make no sense here accept only their default. Nothing here trains or
 prints. Read next: ``train_mnist.py``.
 """
 
@@ -33,7 +33,7 @@ NOT_HERE = {
 
 
 class Refused(argparse.Action):
-    """A flag that takes its default only; anything else ends in one sentence."""
+    """A flag that accepts only its default; any other value ends the script with one sentence."""
 
     def __init__(self, option_strings: list[str], dest: str, instead: str, **more: Any) -> None:
         super().__init__(option_strings, dest, help=argparse.SUPPRESS, **more)
@@ -51,7 +51,7 @@ class Refused(argparse.Action):
 
 
 def add_fit_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags; ``parser.set_defaults`` changes what is not given."""
+    """Adds the flags; ``parser.set_defaults`` changes their defaults."""
     add = parser.add_argument
     add("--gpus", default="", help="GPUs to use, such as 0,2; empty for the CPU")
     add("--cpus", type=int, default=1, help="CPU devices, when no GPU is named")
@@ -92,7 +92,7 @@ def add_fit_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses, and refuses what contradicts itself."""
+    """Parses the flags, and refuses contradictory ones."""
     args = parser.parse_args(argv)
     if args.load_epoch and not args.model_prefix:
         parser.error("--load-epoch needs the --model-prefix under which the epoch was saved")
@@ -100,7 +100,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def check_prefix(args: argparse.Namespace, rank: int) -> None:
-    """Rather say now than after an epoch that the model cannot be saved. Rank 0 saves."""
+    """Fails now instead of after an epoch if rank 0 cannot save the model."""
     folder = Path(args.model_prefix).parent
     if args.model_prefix and rank == 0 and not folder.is_dir():
         raise UsageError(
@@ -117,7 +117,7 @@ def positive(text: str) -> int:
 
 
 def devices(gpus: str, num_cpus: int) -> list[mx.Context]:
-    """The GPUs named in a list such as ``0,2``, or that many CPU contexts when it is empty."""
+    """The GPUs in a list such as ``0,2``; if it is empty, that many CPU contexts."""
     if not gpus:
         if num_cpus < 1:
             raise UsageError(f"--cpus must be at least 1, got {num_cpus}")
@@ -130,7 +130,7 @@ def devices(gpus: str, num_cpus: int) -> list[mx.Context]:
 
 
 def count_batches(args: argparse.Namespace, kv: mx.KVStore, num_samples: int) -> int:
-    """How many batches each worker has when all share the samples."""
+    """The number of batches of each worker when all share the samples."""
     per_step: int = args.batch_size * kv.num_workers
     return math.ceil(num_samples / per_step)
 
@@ -138,8 +138,8 @@ def count_batches(args: argparse.Namespace, kv: mx.KVStore, num_samples: int) ->
 def make_optimizer(
     args: argparse.Namespace, kv: mx.KVStore, batches_per_epoch: int
 ) -> mx.optimizer.Optimizer:
-    """What the store updates by. Gradients are sums over samples, and ``rescale_grad`` makes
-    them means over all that one update sees."""
+    """The store's optimizer. Gradients are sums over samples, and ``rescale_grad`` turns them into
+    means over all samples of one update."""
     numbers: dict[str, Any] = {
         "learning_rate": args.lr,
         "momentum": args.mom,
@@ -157,10 +157,10 @@ def make_optimizer(
 def schedule_of(
     args: argparse.Namespace, kv: mx.KVStore, batches_per_epoch: int
 ) -> mx.lr_scheduler.LRScheduler | None:
-    """The schedule of the learning rate, in updates of a key; None for a rate that stays.
+    """The schedule of the learning rate, in updates of a key; None for a constant rate.
 
-    Without rounds each worker's batch is an update of its own. Counts of updates are saved with
-    the model, so epochs count from the first one also when training goes on.
+    Without rounds, each worker's batch is a separate update. The counts of updates are saved with
+    the model, so epochs count from the first one even when training resumes.
     """
     updates = batches_per_epoch * (1 if is_synchronous(kv.type) else kv.num_workers)
     last = args.num_epochs * updates
@@ -188,13 +188,13 @@ def schedule_of(
 
 
 def compress(args: argparse.Namespace, kv: mx.KVStore) -> None:
-    """Turns gradient compression on when it is asked for."""
+    """Turns gradient compression on if a flag asks for it."""
     if args.gc_type != "none":
         kv.set_gradient_compression({"type": args.gc_type, "threshold": args.gc_threshold})
 
 
 def make_initializer(args: argparse.Namespace) -> Any:
-    """What makes the first weights; None leaves that to the network."""
+    """The initializer of the weights; None leaves this to the network."""
     if args.initializer == "default":
         return None
     if args.initializer == "xavier":
@@ -203,7 +203,7 @@ def make_initializer(args: argparse.Namespace) -> Any:
 
 
 def make_metrics(args: argparse.Namespace) -> list[Any]:
-    """What is shown besides the loss."""
+    """The metrics to show besides the loss."""
     metrics: list[Any] = ["acc"]
     if args.top_k > 0:
         metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
@@ -213,7 +213,7 @@ def make_metrics(args: argparse.Namespace) -> list[Any]:
 
 
 class Cast:
-    """A network whose first weights are of another dtype; so then is all that it computes."""
+    """A network with initial weights of another dtype; it then computes in that dtype."""
 
     def __init__(self, network: Any, dtype: str) -> None:
         self._network = network

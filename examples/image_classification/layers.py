@@ -1,7 +1,7 @@
 """Layers of the example networks: pure functions on arrays, forward and backward.
 
 Nothing here imports an array library other than NumPy, and then only for types: every function
-finds the library (NumPy or CuPy) from its input, so that the same code trains on a CPU and on a
+finds the library (NumPy or CuPy) from its input, so the same code trains on a CPU and on a
 GPU. No function keeps state, so several device threads may call them at once. Activations are
 laid out as (channels, height, width, samples): the samples lie together in memory, so cutting
 out patches and pooling move runs of a whole batch instead of single pixels, and the matrix
@@ -48,7 +48,7 @@ def patches(images: Array, kernel: int) -> Array:
         (channels, kernel, kernel, out_height, out_width, samples),
         (at_channel, at_row, at_column, at_row, at_column, at_sample),
     )
-    # This copies, since the windows overlap; each row of a window is one run of memory.
+    # This copies, because the windows overlap; each row of a window is contiguous in memory.
     return windows.reshape(channels * kernel * kernel, out_height * out_width * samples)
 
 
@@ -98,7 +98,7 @@ def max_pool_backward(gradient: Array, choice: tuple[Array, Array, Array]) -> Ar
 
 
 def softmax(scores: Array) -> Array:
-    """Probabilities from scores (classes, N), along the classes; the largest score is taken off
+    """Probabilities from scores (classes, N), along the classes; the largest score is subtracted
     first, so that the exponential cannot overflow."""
     module = array_module(scores)
     exponentials = module.exp(scores - scores.max(axis=0))

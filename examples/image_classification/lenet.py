@@ -2,8 +2,8 @@
 
 convolution 5x5, 20 filters, tanh, 2x2 max pooling; convolution 5x5, 50 filters, tanh, 2x2 max
 pooling; 500 units, tanh; 10 units, softmax (example/image-classification/symbols/lenet.py of the
-original; Y. LeCun et al., 1998). A network holds no parameters and no state: it is handed the
-parameters and returns gradients, so one object serves every device and thread. Read next:
+original; Y. LeCun et al., 1998). A network keeps no parameters and no state: it gets the
+parameters and returns gradients, so all devices and threads can use one object. Read next:
 ``layers.py``, and ``kvstore/mxnet/model.py`` for what calls it.
 """
 
@@ -31,7 +31,7 @@ Parameters = dict[str, Any]  # name -> array, all on one device and of one dtype
 
 @dataclass(frozen=True)
 class LeNet:
-    """The network of this file; see ``kvstore.model.Network`` for what its methods promise."""
+    """The network of this file; see ``kvstore.model.Network`` for what its methods must do."""
 
     num_classes: int = 10
     filters: tuple[int, int] = (20, 50)
@@ -55,7 +55,7 @@ class LeNet:
         }
         params: dict[str, NDArray[Any]] = {}
         for name, (outputs, inputs) in sizes.items():
-            # A filter's output feeds a whole window of the next layer, hence the area.
+            # A filter's output goes to a whole window of the next layer, so count the area.
             fan_out = outputs * area if name.startswith("conv") else outputs
             params[f"{name}_weight"] = glorot_uniform(rng, (outputs, inputs), inputs, fan_out)
             params[f"{name}_bias"] = np.zeros(outputs, np.float32)
@@ -137,5 +137,5 @@ class LeNet:
 
 
 def through_tanh(gradient: Array, output: Array) -> Array:
-    """The gradient at the input of tanh, whose derivative is 1 - tanh^2."""
+    """The gradient at the input of tanh; its derivative is 1 - tanh^2."""
     return gradient * (1 - output * output)

@@ -2,7 +2,7 @@
 
 128 units, relu; 64 units, relu; 10 units, softmax (example/image-classification/symbols/mlp.py
 of the original), in NumPy or CuPy. The smallest complete network: start here to write your own.
-It holds no parameters and no state, so one object serves every device and thread. Read next:
+It keeps no parameters and no state, so all devices and threads can use one object. Read next:
 ``lenet.py``, and ``kvstore/mxnet/model.py`` for what calls it.
 """
 
@@ -21,7 +21,7 @@ Parameters = dict[str, Any]  # name -> array, all on one device and of one dtype
 
 @dataclass(frozen=True)
 class MLP:
-    """The network of this file; see ``kvstore.model.Network`` for what its methods promise."""
+    """The network of this file; see ``kvstore.model.Network`` for what its methods must do."""
 
     num_classes: int = 10
     hidden: tuple[int, ...] = (128, 64)
@@ -57,7 +57,7 @@ class MLP:
         return softmax(self._forward(params, x)[1]).T
 
     def _forward(self, params: Parameters, x: Array) -> tuple[list[Array], Array]:
-        """The input of every layer, one sample a column, and the scores of the last layer."""
+        """The input of every layer, one sample per column, and the scores of the last layer."""
         module = array_module(x)
         value = module.ascontiguousarray(x.reshape(x.shape[0], -1).T)
         inputs: list[Array] = []

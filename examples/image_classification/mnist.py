@@ -1,6 +1,6 @@
 """Reads MNIST, or a sample of it, from files in the IDX layout, plain or gzip-compressed.
 
-Pure file reading: no network, no thread. The layout (Y. LeCun, "The MNIST database"): two zero
+Only reads files, without network or threads. The layout (Y. LeCun, "The MNIST database"): two zero
 bytes, a type code (8 is unsigned byte), the number of dimensions, one big-endian 32-bit size for
 each of them, then the values, the last dimension fastest. Read next: ``train_mnist.py``.
 """
@@ -32,10 +32,10 @@ class Digits:
 
 
 def load(folder: Path = EMBEDDED) -> tuple[Digits, Digits]:
-    """The digits to train on and those to test on, from the four standard files in ``folder``.
+    """The training digits and the test digits, from the four standard files in ``folder``.
 
     Each may end in ``.gz`` or not, as in the full distribution of 60,000 and 10,000 digits.
-    Raises ``UsageError`` when a file is missing or malformed.
+    Raises ``UsageError`` if a file is missing or malformed.
     """
     return read_digits(folder, "train"), read_digits(folder, "t10k")
 

@@ -1,7 +1,7 @@
-"""Draws how loss and accuracy went, epoch by epoch, with matplotlib (the extra ``plot``).
+"""Plots loss and accuracy of each epoch with matplotlib (the extra ``plot``).
 
-Keeps a few numbers for each epoch; matplotlib is imported only when something is to be drawn.
-Called on the thread that trains. Read next: ``train_mnist.py``.
+Keeps a few numbers for each epoch; imports matplotlib only if there is something to draw. Called on
+the training thread. Read next: ``train_mnist.py``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pslite.errors import UsageError
 
 
 class History:
-    """Collects what an ``epoch_end_callback`` sees, and draws it into ``path`` if there is one."""
+    """Collects the results of epochs, and draws them into ``path`` if there is one."""
 
     def __init__(self, path: Path | None) -> None:
         self.epochs: list[Progress] = []
         self._path = path
         if path is not None:
-            check_path(path)  # rather say now than after the training that it cannot be
+            check_path(path)  # fail now rather than after the training
 
     def add(self, progress: Progress) -> None:
         self.epochs.append(progress)

@@ -1,7 +1,7 @@
-"""Shows how a fit comes along: a bar that grows in place on a terminal, plain lines elsewhere.
+"""Shows the progress of a fit: a growing bar on a terminal, plain lines elsewhere.
 
-Made to be handed to ``FeedForward.fit`` as its two callbacks, which run on the thread that
-called it. Writes to one text stream and keeps nothing but what stands on the current line.
+Pass the two methods of ``ProgressPrinter`` to ``FeedForward.fit`` as callbacks; they run on the
+caller's thread. It writes to one text stream and remembers only the current line.
 Read next: ``train_mnist.py``.
 """
 
@@ -19,7 +19,7 @@ REDRAW_EVERY_S = 0.1
 
 
 class Bar:
-    """A bar that is drawn over itself, on a terminal only."""
+    """A bar that redraws itself in place; only for terminals."""
 
     def __init__(self, stream: TextIO, *, is_wanted: bool = True) -> None:
         self.is_drawn = is_wanted and stream.isatty()
@@ -28,7 +28,7 @@ class Bar:
         self._drawn_at_s = 0.0
 
     def draw(self, begin: str, share: float, end: str) -> None:
-        """Show that this share is done, from 0 to 1; not more often than the eye can follow."""
+        """Show this share as done, from 0 to 1; redraws no faster than the eye can follow."""
         now_s = time.monotonic()
         if not self.is_drawn or now_s - self._drawn_at_s < REDRAW_EVERY_S:
             return
@@ -42,14 +42,14 @@ class Bar:
         self._on_line = len(line)
 
     def erase(self) -> None:
-        """Leave an empty line in its place; the next one is drawn at once."""
+        """Replace the bar by an empty line; the next one is drawn at once."""
         if self._on_line:
             self._stream.write("\r" + " " * self._on_line + "\r")
             self._on_line = 0
         self._drawn_at_s = 0.0
 
     def leave_line(self) -> None:
-        """Go to a fresh line below it."""
+        """Move to a new line below the bar."""
         if self._on_line:
             print(file=self._stream, flush=True)
             self._on_line = 0
@@ -81,7 +81,7 @@ class ProgressPrinter:
         self._print(f"{self._epoch(progress)}: {numbers_of(progress)}")
 
     def leave_line(self) -> None:
-        """Go to a fresh line when a bar stands on this one, before something else is printed."""
+        """Move to a new line if this one has a bar, before anything else is printed."""
         self._bar.leave_line()
 
     def _epoch(self, progress: Progress) -> str:
@@ -105,5 +105,5 @@ def numbers_of(progress: Progress) -> str:
 
 
 def more_of(metrics: Iterable[tuple[str, float]]) -> str:
-    """The metrics besides accuracy, which is shown anyway."""
+    """The metrics except accuracy, which is shown anyway."""
     return "".join(f", {name} {value:.4f}" for name, value in metrics if name != "accuracy")

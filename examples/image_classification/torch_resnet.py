@@ -1,11 +1,11 @@
-"""Residual networks for 32 x 32 images in PyTorch, of any depth that their formulas allow.
+"""Residual networks for 32 x 32 images in PyTorch, of all depths that their formulas allow.
 
 ``resnet``: K. He et al., "Deep Residual Learning for Image Recognition", arXiv 1512.03385, section
 4.2: 6n + 2 layers. ``resnext``: S. Xie et al., "Aggregated Residual Transformations", arXiv
 1611.05431, in the form of MXNet's ``example/image-classification/symbols/resnext.py`` (1.x), and
-in the paper's own for CIFAR (section 5.3). Here pixels are normalised before they come in
-(``cifar.py``), where MXNet puts a batch norm on them. Makes modules and does nothing else; first
-values come from torch's random numbers, so ``torch.manual_seed`` decides them. Read next:
+in the paper's own for CIFAR (section 5.3). Here, ``cifar.py`` normalises pixels before the
+network, where MXNet uses a batch norm. This file only makes modules; initial values come from
+torch's random numbers, so ``torch.manual_seed`` decides them. Read next:
 ``torch_training.py``.
 """
 
@@ -18,10 +18,10 @@ from torch.nn import functional
 from pslite.errors import UsageError
 
 NUM_STAGES = 3
-"""Of maps of 32 x 32, 16 x 16 and 8 x 8."""
+"""One stage each for maps of 32 x 32, 16 x 16 and 8 x 8."""
 
 FIRST_GROUPED_DEPTH = 164
-"""From here on MXNet's ``resnext`` prefers three layers a unit where both formulas fit."""
+"""From this depth, MXNet's ``resnext`` uses three layers per unit if both formulas fit."""
 
 
 class ResidualNetwork(nn.Module):  # type: ignore[misc]
@@ -157,7 +157,7 @@ def _projected(
 
 
 def two_layers(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
-    """What a unit without groups adds to its input."""
+    """The part that a unit without groups adds to its input."""
     return [
         *convolution(inputs, outputs, 3, stride),
         nn.ReLU(),
@@ -168,7 +168,7 @@ def two_layers(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
 def three_layers(
     inputs: int, inner: int, outputs: int, stride: int, num_group: int
 ) -> list[nn.Module]:
-    """What a unit with groups adds to its input: 1 x 1, grouped 3 x 3, 1 x 1."""
+    """The part that a unit with groups adds to its input: 1 x 1, grouped 3 x 3, 1 x 1."""
     return [
         *convolution(inputs, inner, 1),
         nn.ReLU(),
@@ -189,15 +189,15 @@ def convolution(
 
 
 def num_parameters(network: nn.Module) -> int:
-    """How many numbers are trained."""
+    """The number of trained numbers."""
     return sum(parameter.numel() for parameter in network.parameters())
 
 
 def decay_factors(network: nn.Module) -> dict[str, float]:
-    """``wd_mult`` of an optimizer: 0 for biases and for what scales and shifts batch norms.
+    """``wd_mult`` of an optimizer: 0 for biases, and for scales and shifts of batch norms.
 
-    These are the vectors; only filters and matrices decay. MXNet's optimizers, too, leave out
-    biases and shifts, but let scales (gamma) decay.
+    These are the vectors; only filters and matrices decay. MXNet's optimizers also exclude biases
+    and shifts, but let scales (gamma) decay.
     """
     return {name: 0.0 for name, value in network.named_parameters() if value.ndim == 1}
 

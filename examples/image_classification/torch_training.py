@@ -1,11 +1,11 @@
-"""Data-parallel training of PyTorch networks through a key-value store: all that the loop needs.
+"""Data-parallel training of PyTorch networks through a key-value store: the parts of the loop.
 
-Each device has a replica of the network and takes its share of every batch; one ``pushpull`` of
-all parameters, with the gradients of all devices in lists, adds them up over devices and
-workers, updates, and fills every replica with the new weights. The statistics of batch norms
-are not parameters: each replica keeps its own, of the images that it has seen, and those of the
-first replica of rank 0 are evaluated and saved. Devices compute on a small pool of threads; the
-store is called from the caller's thread only. Read next: ``train_cifar10.py``.
+Each device has a replica of the network and takes its share of every batch. One ``pushpull`` of
+all parameters, with the gradients of all devices in lists, adds them over devices and workers,
+updates, and writes the new weights to every replica. The statistics of batch norms are not
+parameters: each replica keeps those of the images it has seen, and those of rank 0's first
+replica are evaluated and saved. Devices compute on a small pool of threads; the store is called
+only on the caller's thread. Read next: ``train_cifar10.py``.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Replica:
         self.device = device
         self.parameters = dict(self.network.named_parameters())
         self.gradients: list[Tensor] = []
-        """Of the last batch, in the order of the parameters."""
+        """The gradients of the last batch, in the order of the parameters."""
         self._part = part
 
     def compute(self, images: HostImages, labels: Labels) -> tuple[float, int]:
-        """Loss, summed over this device's share of the batch, and the right answers in it.
+        """The loss sum and the number of right answers of this device's share of the batch.
 
         The gradients of that sum are then in ``gradients``.
         """
@@ -58,7 +58,7 @@ class Replica:
         return float(loss.detach()), int((scores.detach().argmax(dim=1) == y).sum())
 
     def accuracy(self, batches: Iterable[tuple[HostImages, Labels]]) -> float:
-        """The share of right answers, by the statistics of this replica's batch norms."""
+        """The share of right answers, with the statistics of this replica's batch norms."""
         self.network.eval()
         seen, right = 0, 0
         with torch.no_grad():
@@ -70,25 +70,25 @@ class Replica:
 
 
 class Trainer:
-    """The replicas of this worker, the store, and what the store calls the parameters."""
+    """The replicas of this worker, the store, and the parameters' names in the store."""
 
     def __init__(self, store: mx.KVStore, replicas: Sequence[Replica]) -> None:
         self._store = store
         self._replicas = replicas
         self.first = replicas[0]
-        """The one whose statistics are evaluated and saved."""
+        """The replica with the statistics that are evaluated and saved."""
         self.names = list(replicas[0].parameters)
         self._weights = [[replica.parameters[name] for replica in replicas] for name in self.names]
         self._pool = ThreadPoolExecutor(len(replicas))
 
     def start(self, optimizer: mx.optimizer.Optimizer) -> None:
-        """Hand the optimizer and rank 0's first values to the store; all replicas get these."""
+        """Give the store the optimizer and rank 0's initial values; all replicas get these."""
         self._store.set_optimizer(optimizer)
         first = [several[0] for several in self._weights]
         self._store.broadcast(self.names, first, out=self._weights)
 
     def step(self, images: HostImages, labels: Labels) -> tuple[float, int]:
-        """One batch of this worker: its loss sum and right answers, before the update."""
+        """Train on one batch; returns its loss sum and right answers, before the update."""
         if len(self._replicas) == 1:
             results = [self._replicas[0].compute(images, labels)]
         else:
@@ -99,7 +99,7 @@ class Trainer:
         return sum(loss for loss, _ in results), sum(right for _, right in results)
 
     def catch_up(self, *, wait: bool) -> None:
-        """Take the newest weights; with ``wait``, those that all workers' last updates gave."""
+        """Pull the newest weights; with ``wait``, after the last updates of all workers."""
         if wait:
             self._store.barrier()
         self._store.pull(self.names, out=self._weights)
@@ -112,9 +112,9 @@ class Trainer:
 
 
 def devices(gpus: str, num_cpus: int) -> list[torch.device]:
-    """The GPUs named in a list such as ``0,2``; when it is empty, the CPU num_cpus times.
+    """The GPUs in a list such as ``0,2``; if it is empty, the CPU num_cpus times.
 
-    Raises ``UsageError`` for a GPU that is not there.
+    Raises ``UsageError`` for a GPU that does not exist.
     """
     if num_cpus < 1:
         raise UsageError(f"--cpus must be at least 1, got {num_cpus}")
@@ -132,17 +132,18 @@ def devices(gpus: str, num_cpus: int) -> list[torch.device]:
 
 
 def compare_workers(store: mx.KVStore, host: str, agreed: Mapping[str, int]) -> int:
-    """How many workers run on this host; all must have the same numbers of the same names.
+    """Return the number of workers on this host; ``agreed`` must be equal on all workers.
 
-    A synchronous worker that had fewer batches than another would leave it waiting, so all say
-    first what they have. Raises ``UsageError`` on every worker alike. Every worker calls it.
+    If a synchronous worker had fewer batches than another, the other would wait for it, so all
+    workers compare their numbers first. Every worker must call it. If the numbers differ, every
+    worker raises the same ``UsageError``.
     """
     if store.num_workers == 1:
         return 1
     row = np.array([zlib.crc32(host.encode()), *agreed.values()], np.int64)
     table = np.zeros((store.num_workers, len(row)), np.int64)
     table[store.rank] = row
-    with mx.kvstore.create("dist_sync") as agreement:  # an all-reduce, whatever the store is
+    with mx.kvstore.create("dist_sync") as agreement:  # an all-reduce, for any type of store
         agreement.init("workers", np.zeros_like(table))
         agreement.pushpull("workers", table)
     for name, numbers in zip(agreed, table[:, 1:].T.tolist(), strict=True):
@@ -157,7 +158,7 @@ def compare_workers(store: mx.KVStore, host: str, agreed: Mapping[str, int]) -> 
 def use_threads(num_threads: int, num_computing_here: int) -> int:
     """Let PyTorch use ``num_threads``, or with 0 this computation's share of the cores.
 
-    Processes that all take every core slow each other down.
+    If every process uses all cores, they slow each other down.
     """
     number = num_threads or max(1, len(os.sched_getaffinity(0)) // num_computing_here)
     torch.set_num_threads(number)
@@ -173,7 +174,7 @@ def save_network(network: nn.Module, prefix: str, epoch: int) -> Path:
 
 
 def load_network(network: nn.Module, prefix: str, epoch: int) -> None:
-    """Put what ``save_network`` wrote into ``network``. Raises ``PSError``."""
+    """Load into ``network`` what ``save_network`` wrote. Raises ``PSError``."""
     _, parameters, statistics = load_checkpoint(prefix, epoch)
     arrays = {**parameters, **statistics}
     wanted = {name: tuple(value.shape) for name, value in network.state_dict().items()}
@@ -190,6 +191,6 @@ def load_network(network: nn.Module, prefix: str, epoch: int) -> None:
 def in_batches(
     prepare: Callable[[slice], tuple[HostImages, Labels]], count: int
 ) -> Iterable[tuple[HostImages, Labels]]:
-    """All of ``count`` images, some hundreds at a time."""
+    """All of ``count`` images, a few hundred at a time."""
     for start in range(0, count, EVALUATION_BATCH):
         yield prepare(slice(start, min(start + EVALUATION_BATCH, count)))

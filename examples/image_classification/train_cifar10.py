@@ -8,9 +8,9 @@ One process, then two workers and one server on this machine::
         python examples/image_classification/train_cifar10.py --kv-store dist_device_sync ...
 
 The flags are those of MXNet's ``example/image-classification/train_cifar10.py`` where both have
-them. Without the files, ``--benchmark 1`` makes images up. Every worker is given all images and
-visits its share of them; each has the same number of batches. Weights and SGD live in the store;
-batch norms keep their statistics where they were seen, and those of rank 0's first device are
+them. Without the files, ``--benchmark 1`` generates images. Every worker gets all images and
+visits its share of them; each has the same number of batches. The store keeps the weights and runs
+SGD. Each device keeps its own statistics of batch norms, and those of rank 0's first device are
 evaluated and saved. Read next: ``torch_training.py``.
 """
 
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The repository is found without being installed, whatever the current folder.
+    # Find the repository without installing it, from any current folder.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     if importlib.util.find_spec("torch") is None:
         sys.exit("train_cifar10: PyTorch is missing; install it: pip install torch")
@@ -45,7 +45,7 @@ from kvstore.mxnet.fit.files import states_path
 from pslite.errors import PSError, UsageError
 
 OF_NUMPY_NETWORKS = ("initializer", "dtype", "top_k", "loss")
-"""Shared flags that take their default only: these networks are PyTorch's."""
+"""Shared flags that accept only their default, because these networks are PyTorch's."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,7 +92,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 class Loop:
-    """The epochs of one worker, and what it prints about them."""
+    """Runs the epochs of one worker and prints their results."""
 
     def __init__(
         self,
@@ -123,12 +123,12 @@ class Loop:
                 self.end_epoch(epoch)
 
     def optimizer(self) -> mx.optimizer.Optimizer:
-        """What the store updates by; batch norms and biases do not decay."""
+        """The store's optimizer; batch norms and biases do not decay."""
         optimizer = common.make_optimizer(self.args, self.store, self.num_batches)
         return optimizer.replace(wd_mult=torch_resnet.decay_factors(self.trainer.first.network))
 
     def run_epoch(self, epoch: int) -> None:
-        """One visit to this worker's share of the images, varied anew."""
+        """Visits this worker's share of the images once, newly augmented."""
         args, rank = self.args, self.store.rank
         rows = shard(
             len(self.training.labels),
@@ -152,14 +152,14 @@ class Loop:
             bar.leave_line()
 
     def end_epoch(self, epoch: int) -> None:
-        """Evaluate, and save where a prefix was given."""
+        """Evaluate, and save if there is a prefix."""
         args, done = self.args, epoch + 1
         first = self.trainer.first
         batches = torch_training.in_batches(self.test_batch, len(self.test.labels))
         accuracy = first.accuracy(batches)
         print(f"epoch {done}/{args.num_epochs}: test accuracy: {accuracy:.4f}", flush=True)
         if args.model_prefix and done % args.save_period == 0:
-            # The states first, so that there is never a network without them.
+            # Save the states first, so that there is never a network without them.
             self.store.save_optimizer_states(states_path(args.model_prefix, done))
             path = torch_training.save_network(first.network, args.model_prefix, done)
             print(f"saved {path}", flush=True)
@@ -171,7 +171,7 @@ class Loop:
 class Meter:
     """This worker's speed, loss and accuracy: a line every few batches, and at the end.
 
-    On a terminal rank 0 shows a bar instead of the lines between, from before the first batch on.
+    On a terminal, rank 0 shows a bar from the start instead of these lines, except the last.
     """
 
     def __init__(self, epoch: str, num_batches: int, disp_batches: int, bar: Bar) -> None:
@@ -212,7 +212,7 @@ class Meter:
 
 
 def images_of(args: argparse.Namespace) -> tuple[cifar.Images, cifar.Images]:
-    """The images to train on and to test on, from files or made up."""
+    """The training and test images, from files or generated."""
     if args.benchmark:
         number = args.num_examples
         test = cifar.synthetic(max(1, number // 5), args.seed + 1)

@@ -10,8 +10,8 @@ Two workers and one server on this machine::
         python examples/image_classification/train_mnist.py --kv-store dist_sync
 
 The flags are those of MXNet's image-classification examples where both have them
-(example/image-classification/common/fit.py). Every worker is given all digits; ``fit`` deals
-them out. The last line is ``test accuracy: ...``. Read next: ``kvstore/mxnet/model.py``.
+(example/image-classification/common/fit.py). Every worker passes all digits, and ``fit`` divides
+them. The last line is ``test accuracy: ...``. Read next: ``kvstore/mxnet/model.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # The repository is found without being installed, whatever the current folder.
+    # Find the repository without installing it, from any current folder.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    # Products as small as these are faster on one thread each, and the cores are better used by
-    # several devices and workers. NumPy reads this when it is loaded, so it comes before that.
+    # Such small matrix products are faster on one thread; several devices and workers make better
+    # use of the cores. NumPy reads this when it is loaded, so set it first.
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
 
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Trains, then prints the share of the test digits that the final weights get right."""
+    """Trains, then prints the accuracy of the final weights on the test digits."""
     contexts = common.devices(args.gpus, args.cpus)
     training_digits, test_digits = mnist.load(args.data_dir)
     history = History(args.plot)
@@ -92,7 +92,7 @@ def train(args: argparse.Namespace) -> None:
 def make_model(
     args: argparse.Namespace, store: mx.KVStore, contexts: list[mx.Context], num_samples: int
 ) -> mx.model.FeedForward:
-    """A new model, or the saved one with which training goes on."""
+    """A new model, or the saved one that training continues."""
     num_batches = common.count_batches(args, store, num_samples)
     network = common.Cast(NETWORKS[args.network](), args.dtype)
     arguments: dict[str, Any] = {
@@ -111,7 +111,7 @@ def make_model(
 
 
 def report(store: mx.KVStore, accuracy: float) -> None:
-    """Every worker prints its result, rank 0 after all others, so that its line is the last."""
+    """Every worker prints its result; rank 0 prints last."""
     line = f"test accuracy: {accuracy:.4f}"
     if store.rank != 0:
         print(line, flush=True)

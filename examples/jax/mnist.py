@@ -1,11 +1,11 @@
-"""A small network on digits in JAX, whose workers average their gradients over the store.
+"""Train a small JAX network on digits; workers average their gradients through the store.
 
     python tools/launch.py -n 2 -s 1 --launcher local python examples/jax/mnist.py
     python examples/jax/mnist.py --kv-store local             # alone
 
 The whole step is jitted, with the exchange in it. The transformation is SGD with momentum in ten
-lines; ``optax.sgd(0.05, momentum=0.9)`` would do as well. With ``--on-servers`` workers push
-gradients, servers update, and what comes back are weights.
+lines; ``optax.sgd(0.05, momentum=0.9)`` would work too. With ``--on-servers``, workers push
+gradients, servers update, and workers get weights back.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Momentum(NamedTuple):
     decay: float
 
     def init(self, params: Tree) -> Tree:
-        """What is kept for each parameter: zeros."""
+        """The initial state of each parameter: zeros."""
         return jax.tree.map(jnp.zeros_like, params)
 
     def update(self, grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        """What is to be added to the parameters, and the new state."""
+        """The changes to add to the parameters, and the new state."""
         state = jax.tree.map(lambda kept, grad: self.decay * kept + grad, state, grads)
         return jax.tree.map(lambda kept: -self.learning_rate * kept, state), state
 
@@ -83,7 +83,7 @@ def scores(params: Tree, images: jax.Array) -> jax.Array:
 
 
 def loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """The cross entropy of a batch, on the average."""
+    """The mean cross entropy of a batch."""
     chosen = jax.nn.log_softmax(scores(params, images))[jnp.arange(len(labels)), labels]
     return -chosen.mean()
 
@@ -99,7 +99,7 @@ def main() -> None:
     kv = kvstore.create(flags.kv_store)
     training, test = mnist.load()
     images, labels = np.moveaxis(training.images, 1, 3), training.labels
-    params = kvstore.jax.broadcast(kv, network(seed=kv.rank))  # those of worker 0, everywhere
+    params = kvstore.jax.broadcast(kv, network(seed=kv.rank))  # all workers get those of worker 0
     gradient = jax.value_and_grad(loss)
     tx = kvstore.jax.distributed(Momentum(0.05, 0.9), kv)
     state = tx.init(params)
@@ -111,7 +111,7 @@ def main() -> None:
         return jax.tree.map(jnp.add, params, updates), state, value
 
     if flags.on_servers:
-        scale = 1 / kv.num_workers  # servers add up gradients; the average is wanted
+        scale = 1 / kv.num_workers  # servers add gradients; we want the average
         sgd = kvstore.optimizer.create("sgd", learning_rate=0.05, momentum=0.9, rescale_grad=scale)
         kv.set_optimizer(sgd)
         kvstore.jax.init_tree(kv, params)

@@ -1,10 +1,10 @@
-"""Asynchronous SGD: no worker waits for another, and gradients are of weights that have moved on.
+"""Asynchronous SGD: no worker waits for another, and gradients come from older weights.
 
     python tools/launch.py -n 2 -s 1 --launcher local python examples/kvstore/async_sgd.py
 
-Fits a line (least squares) to noisy points, each worker to its own. Every push is one update of
-the weights on the server, at once. The version of what a worker pulls counts these updates, so
-it can tell how many of others came between its pull and its push: the staleness of a gradient.
+Fits a line (least squares) to noisy points; each worker has its own. The server applies every push
+at once as one update. The version of a pulled value counts these updates, so a worker can tell how
+many updates of others came between its pull and its push: the staleness of its gradient.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ STEPS, BATCH, LEARNING_RATE = 300, 16, 0.02
 
 
 def points(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs with a constant 1 as the last one, and what the line gives plus noise."""
+    """Inputs, with a constant 1 as the last one, and the line's values plus noise."""
     x = np.column_stack([rng.normal(size=(count, len(TRUE_WEIGHTS) - 1)), np.ones(count)])
     return x, x @ TRUE_WEIGHTS + rng.normal(scale=0.05, size=count)
 
 
 def train(kv: mx.KVStore) -> collections.Counter[int]:
-    """Returns how many gradients were how stale."""
+    """Returns the number of gradients of each staleness."""
     rng = np.random.default_rng(kv.rank)
     staleness: collections.Counter[int] = collections.Counter()
     for _ in range(STEPS):
@@ -41,7 +41,7 @@ def train(kv: mx.KVStore) -> collections.Counter[int]:
         time.sleep(0.0005 * (kv.rank + 1))  # some workers are slower
         kv.push("w", x.T @ error / BATCH)
         _, applied_at = kv.pull("w", with_version=True)
-        staleness[applied_at - read_at - 1] += 1  # one of these updates was this worker's own
+        staleness[applied_at - read_at - 1] += 1  # one of these updates was by this worker
     return staleness
 
 
@@ -50,7 +50,7 @@ if __name__ == "__main__":
         kv.init("w", np.zeros_like(TRUE_WEIGHTS))
         kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=LEARNING_RATE))
         staleness = train(kv)
-        kv.barrier()  # all updates are in
+        kv.barrier()  # all updates are applied
         weights, version = kv.pull("w", with_version=True)
     shown = ", ".join(f"{count} by {updates}" for updates, count in sorted(staleness.items()))
     print(f"worker {kv.rank}: {STEPS} gradients, stale {shown}")

@@ -1,11 +1,11 @@
-"""Gradient compression: the same training with several codecs, its loss and what it sent.
+"""Gradient compression: the same training with several codecs; shows loss and bytes sent.
 
     python examples/kvstore/compression.py
     python tools/launch.py -n 2 -s 1 --launcher local \\
         python examples/kvstore/compression.py --kv-store dist_sync
 
-Trains a logistic regression on made-up data once with each codec. What a codec leaves out of one
-gradient comes with the next, so that nearly all of them end at the loss of float32.
+Trains a logistic regression on made-up data once with each codec. The part of a gradient that a
+codec leaves out is sent with the next one, so nearly all codecs reach the loss of float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CODECS = [
 
 
 def data(rank: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples of this worker, and their classes, which a hidden vector tells apart."""
+    """Samples of this worker, and their classes, which a hidden vector separates."""
     hidden = np.random.default_rng(0).standard_normal(FEATURES)
     samples = np.random.default_rng(1 + rank).standard_normal((number, FEATURES), np.float32)
     return samples, (samples @ hidden > 0).astype(np.float32)

@@ -1,10 +1,10 @@
-"""Updates on servers by an optimizer of one's own, which stands in ``my_optimizer.py``.
+"""Updates on servers with your own optimizer, defined in ``my_optimizer.py``.
 
     python tools/launch.py -n 2 -s 1 --launcher local \\
         --server-import examples.kvstore.my_optimizer python examples/kvstore/custom_optimizer.py
 
 The servers must know the optimizer's class: ``--server-import`` names the module that they
-import, from the folder in which the job is started. ``custom_optimizer.py local`` runs alone.
+import from the folder where the job starts. ``custom_optimizer.py local`` runs alone.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A model with dense keys, and the same with row-sparse ones: loss, seconds and bytes of both.
+"""Compare a model with dense keys and with row-sparse keys: loss, seconds and bytes.
 
 Run from the repository::
 
     kvstore-launch -n 2 -s 2 --launcher local python examples/kvstore/dense_or_sparse.py
 
-The model is that of ``embedding.py``, with a million users. With dense keys a step pushes gradients
-of all rows and gets all rows back; with row-sparse ones the rows of the batch travel. AdaGrad
-leaves rows alone whose gradient is zero, so both end with the same weights, to the last bit.
+The model is that of ``embedding.py``, with a million users. With dense keys, a step pushes
+gradients of all rows and gets all rows back; with row-sparse keys, it transfers only the rows of
+the batch. AdaGrad does not change rows with zero gradients, so both end with bit-identical weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DENSE = [f"dense {table}" for table in TABLES]
 
 
 def dense_step(kv: mx.KVStore, tables: list, gradients: list, ids: list, wanted: np.ndarray):
-    """What ``step`` of ``embedding.py`` does; the tables are this worker's copies of the keys."""
+    """Like ``step`` of ``embedding.py``; the tables are this worker's copies of the keys."""
     users, items = (table[batch] for table, batch in zip(tables, ids, strict=True))
     error = np.einsum("nd,nd->n", users, items) - wanted
     np.add.at(gradients[0], ids[0], error[:, None] * items)

@@ -1,12 +1,12 @@
-"""Embeddings with row-sparse keys: a step moves the rows of its batch, not the tables.
+"""Embeddings with row-sparse keys: a step transfers the rows of its batch, not the tables.
 
     python examples/kvstore/embedding.py
     kvstore-launch -n 2 -s 2 python examples/kvstore/embedding.py --kv-store dist_sync
 
 Factorises a made-up matrix of ratings: the rating of an item by a user is the product of a row of
 one table with a row of another. Each step pulls the rows of its batch and pushes their gradients;
-AdaGrad in the store updates these rows alone. Prints the error, and how many bytes moved. Workers
-of a distributed store have a shard of the ratings each; the tables lie evenly over the servers.
+AdaGrad in the store updates only these rows. Prints the error and the number of bytes. In a
+distributed store, each worker has a shard of the ratings, and the servers share the tables evenly.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TRUE_DIM = 4
 
 
 def ratings(random: np.random.Generator, sizes: list[int], number: int) -> tuple:
-    """Users, items, and the ratings that hidden vectors give."""
-    # Few users and items have most of the ratings, as they do.
+    """Users, items, and their ratings, computed from hidden vectors."""
+    # Few users and items have most of the ratings, as in real data.
     ids = [(size * random.random(number) ** 4).astype(np.int64) for size in sizes]
     hidden = [random.standard_normal((size, TRUE_DIM)).astype(np.float32) for size in sizes]
     return *ids, np.einsum("nd,nd->n", hidden[0][ids[0]], hidden[1][ids[1]])
@@ -40,7 +40,7 @@ def step(kv: mx.KVStore, ids: list[np.ndarray], wanted: np.ndarray) -> float:
     kv.row_sparse_pull(TABLES, out=[users, items], row_ids=ids)
     error = np.einsum("nd,nd->n", users, items) - wanted
     gradients = [error[:, None] * items, error[:, None] * users]
-    # Users and items that stand several times in the batch are added up by the store.
+    # The store adds the gradients of users and items that the batch has several times.
     kv.push(TABLES, list(map(mx.RowSparseArray, ids, gradients, shapes)))
     return float(error @ error)
 

@@ -4,7 +4,7 @@
     kvstore-launch -n 2 -s 1 python examples/kvstore/mixed_precision.py --kv-store dist_sync
 
 Fits a line to made-up data three times: with a float32 key, with a float16 key, and with float16
-weights that the script updates itself, which shows what becomes of them without a master.
+weights that the script updates itself, to show what happens without a master.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 import kvstore as mx
 
 TRUE = np.array([3.0, -2.0, 0.5, 40.0])
-"""What is to be found; the last one is the constant."""
+"""The weights to find; the last one is the constant."""
 
 
 def gradient(weight: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
-    """Of half the mean squared error of a batch, in the weight's dtype."""
+    """The gradient of half the mean squared error of a batch, in the weight's dtype."""
     inputs = random.standard_normal((batch_size, len(TRUE)))
     inputs[:, -1] = 1
     error = inputs @ (weight.astype(np.float64) - TRUE)
@@ -32,7 +32,7 @@ def gradient(weight: np.ndarray, random: np.random.Generator, batch_size: int) -
 
 
 def error_of(weight: np.ndarray) -> float:
-    """The largest distance to what is to be found."""
+    """The largest distance to the weights to find."""
     return float(np.abs(weight.astype(np.float64) - TRUE).max())
 
 

@@ -1,7 +1,8 @@
-"""An optimizer of one's own: Lion (X. Chen et al., arXiv 2302.06675, algorithm 2).
+"""Your own optimizer: Lion (X. Chen et al., arXiv 2302.06675, algorithm 2).
 
 The workers' script and the servers import this module; ``register`` makes the class known under
-its name. Only name and numbers travel. What the methods promise: ``kvstore/optimizer/base.py``.
+its name. Workers send only the name and numbers. ``kvstore/optimizer/base.py`` says what the
+methods must do.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python tools/launch.py -n 2 -s 1 --launcher local \\
         python examples/kvstore/push_pull.py dist_sync
 
-Each step prints what the keys hold. With several workers, what all of them push is added up.
+Each step prints the values of the keys. With several workers, the pushes of all are added.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHAPE = (2, 3)
 
 
 def show(step: str, kv: mx.KVStore, *values: np.ndarray) -> None:
-    """All workers see the same, so one of them prints it."""
+    """All workers see the same values, so only one prints them."""
     if kv.rank == 0:
         print(f"{step}: {' '.join(str(value.tolist()) for value in values)}", flush=True)
 
@@ -33,13 +33,13 @@ def main(kv: mx.KVStore) -> None:
     kv.init("a", 2 * ones)  # with several workers, the values of rank 0
     show("init", kv, kv.pull("a"))
 
-    # A push replaces the value by the sum of what the devices, here two, and all workers push.
+    # A push replaces the value by the sum over all devices (here two) and all workers.
     kv.push("a", [ones, 2 * ones])
     out = [np.zeros_like(ones), np.zeros_like(ones)]
     kv.pull("a", out=out)  # into an array on each device
     show("push and pull", kv, *out)
 
-    # Lists of keys: one call can move a whole model.
+    # Lists of keys: one call can transfer a whole model.
     kv.init(["b", "c"], [ones, 3 * ones])
     kv.push(["b", "c"], [[ones, ones], [4 * ones, 4 * ones]])
     show("a list of keys", kv, *kv.pull(["b", "c"]))

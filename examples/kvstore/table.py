@@ -1,12 +1,12 @@
-"""Growing tables: embeddings of ids without a known number, in bounded memory.
+"""Growing tables: embeddings for an unknown number of ids, in bounded memory.
 
     python examples/kvstore/table.py
     kvstore-launch -n 2 -s 2 python examples/kvstore/table.py --kv-store dist_sync
 
-Learns ratings from a stream in which new users come and old ones stay away. Users and items are
-64-bit ids, such as hashes of names. The table of users has room for few of them: a user who
-was not seen for long makes room, and one who comes only once gets no row. Prints the error, what
-the table did, and the size of a full export and of one with the changes since.
+Learns ratings from a stream in which new users appear and old ones disappear. Users and items are
+64-bit ids, such as hashes of names. The table has room for only a few users: it evicts users not
+seen for a long time, and gives no row to a user who appears only once. Prints the error, the
+table's counters, and the sizes of a full export and of an export of the changes since then.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ALL_IDS = np.random.default_rng(7).integers(0, 2**64, 1 << 20, dtype=np.uint64)
 
 
 class Stream:
-    """Batches of (users, items, ratings). Half of the users come once; the others change slowly."""
+    """Batches of (users, items, ratings). Half of the users come once; the rest change slowly."""
 
     def __init__(self, rank: int, num_workers: int) -> None:
         random = np.random.default_rng(1)
@@ -44,7 +44,7 @@ class Stream:
 
 
 def step(users: mx.Table, items: mx.Table, batch: tuple) -> float:
-    """One update; returns the squared error for users who come again."""
+    """One update; returns the squared error for users who appear again."""
     user_ids, item_ids, ratings = batch
     mine, theirs = users.pull(user_ids), items.pull(item_ids)
     error = np.einsum("nd,nd->n", mine, theirs) - ratings

@@ -1,12 +1,12 @@
-"""LeNet on digits with PyTorch Lightning, whose ranks exchange gradients over our servers.
+"""LeNet on digits with PyTorch Lightning; ranks exchange gradients through our servers.
 
     python examples/lightning/mnist.py                        # Lightning starts 2 ranks
     kvstore-launch -n 2 -s 1 python examples/lightning/mnist.py
     srun --ntasks-per-node 1 --nodes 2 python examples/lightning/mnist.py --devices 1 --num-nodes 2
 
-Of the project's own it has one word, ``process_group_backend="kvstore"``. Lightning gives each rank
-its share of the digits (DistributedSampler), averages what is logged, and writes the checkpoint on
-rank 0. ``--strategy ddp`` with KVSTORE_TORCH_REPLACES=gloo has not even that word.
+Only ``process_group_backend="kvstore"`` is specific to this project. Lightning gives each rank
+its share of the digits (DistributedSampler), averages logged values, and writes the checkpoint on
+rank 0. ``--strategy ddp`` with KVSTORE_TORCH_REPLACES=gloo does not need even that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class LeNet(lightning.LightningModule):
-    """LeNet; each rank begins with weights of its own, and DDP copies those of rank 0."""
+    """LeNet; each rank starts with its own weights, and DDP copies those of rank 0."""
 
     def __init__(self, learning_rate: float = 0.05) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class LeNet(lightning.LightningModule):
         )
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        """The loss of a batch of this rank's own."""
+        """The loss of one of this rank's batches."""
         images, labels = batch
         return cross_entropy(self.net(images), labels)
 
@@ -57,7 +57,7 @@ class LeNet(lightning.LightningModule):
         self.log("accuracy", right, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD on every rank; DDP has averaged the gradients before."""
+        """SGD on every rank; DDP has already averaged the gradients."""
         return torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"], momentum=0.9)
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--num-nodes", type=int, help="hosts")
     parser.add_argument("--folder", default="lightning-mnist", help="where checkpoints go")
     flags = parser.parse_args()
-    # Lightning must be told what it finds: kvstore-launch and torchrun say it in these variables.
+    # Lightning must be told the number of ranks: kvstore-launch and torchrun set these variables.
     devices = flags.devices or int(os.environ.get("LOCAL_WORLD_SIZE", 2))
     num_nodes = flags.num_nodes or max(1, int(os.environ.get("WORLD_SIZE", 1)) // devices)
     if "OMP_NUM_THREADS" not in os.environ:

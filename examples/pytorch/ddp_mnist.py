@@ -33,14 +33,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def setup(rank: int, world_size: int, backend: str) -> None:
-    """Make the group of ranks that this script has started on this machine."""
+    """Create the group of the ranks that this script started on this machine."""
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ.setdefault("MASTER_PORT", "12355")
     dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
 def lenet() -> nn.Sequential:
-    """LeNet; each rank begins with weights of its own, and DDP copies those of rank 0."""
+    """LeNet; each rank starts with its own weights, and DDP copies those of rank 0."""
     return nn.Sequential(
         *(nn.Conv2d(1, 20, 5), nn.Tanh(), nn.MaxPool2d(2)),
         *(nn.Conv2d(20, 50, 5), nn.Tanh(), nn.MaxPool2d(2)),
@@ -49,7 +49,7 @@ def lenet() -> nn.Sequential:
 
 
 def dataset(digits: mnist.Digits) -> TensorDataset:
-    """The digits as PyTorch has them."""
+    """The digits as PyTorch tensors."""
     return TensorDataset(torch.from_numpy(digits.images), torch.from_numpy(digits.labels))
 
 
@@ -80,7 +80,7 @@ def accuracy(model: nn.Module, digits: mnist.Digits) -> float:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Train with DistributedDataParallel, test, and say how well it went."""
+    """Train with DistributedDataParallel, test, and print the accuracy."""
     training, test = mnist.load()
     model = DistributedDataParallel(lenet())
     train(model, dataset(training), flags.epochs, flags.batch_size)
@@ -92,7 +92,7 @@ def run(flags: argparse.Namespace) -> None:
 def run_rank(
     rank: int, run: Callable[[argparse.Namespace], None], flags: argparse.Namespace
 ) -> None:
-    """Run one rank; others than this script started it where ``--ranks`` is 0."""
+    """Run one rank; with ``--ranks 0``, another program started it."""
     if flags.backend == "kvstore":
         import kvstore.torch  # noqa: F401  (an installed kvstore needs no import)
     if flags.ranks:

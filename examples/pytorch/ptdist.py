@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 3 examples/pytorch/ptdist.py
     python tools/launch.py -n 3 -s 1 --launcher local python examples/pytorch/ptdist.py
 
-Nothing but the name of the backend speaks of ``kvstore``; with ``gloo`` as its argument the script
-does the same over Gloo (by torchrun). It needs two ranks or more.
+Only the name of the backend is specific to ``kvstore``; with the argument ``gloo`` the script does
+the same over Gloo (with torchrun). It needs two ranks or more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def send_one(rank: int) -> None:
 
 
 def add_up(rank: int) -> None:
-    """Zeros of all ranks add up to 0 on each; numbers of ranks, on three, to 3."""
+    """The sum of zeros is 0 on every rank; the sum of rank numbers is 3 with three ranks."""
     zeros, numbers = torch.zeros(1), torch.tensor([float(rank)])
     dist.all_reduce(zeros, op=dist.ReduceOp.SUM)
     dist.all_reduce(numbers)
@@ -41,12 +41,12 @@ def add_up(rank: int) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line at once and as a whole: torchrun's ranks share a terminal."""
+    """Print a line at once and in one piece: torchrun's ranks share a terminal."""
     print(f"{line}\n", end="", flush=True)
 
 
 def main() -> None:
-    """Make the group, send, and add up."""
+    """Create the group, send a message, and add."""
     backend = sys.argv[1] if len(sys.argv) > 1 else "kvstore"
     if backend == "kvstore":
         import kvstore.torch  # noqa: F401  (an installed kvstore needs no import)

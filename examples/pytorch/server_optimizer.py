@@ -1,9 +1,9 @@
-"""LeNet on MNIST with the optimizer on the servers: workers keep no states of it.
+"""LeNet on MNIST with the optimizer on the servers: workers keep no optimizer states.
 
     torchrun --nproc-per-node 2 examples/pytorch/server_optimizer.py
     python tools/launch.py -n 2 -s 1 --launcher local python examples/pytorch/server_optimizer.py
 
-``dist_async`` as its argument trains without waiting for the other workers. The digits are those of
+With the argument ``dist_async``, workers do not wait for each other. The digits are those of
 ``examples/image_classification``.
 """
 
@@ -32,7 +32,7 @@ BATCH = 32
 
 
 def lenet() -> nn.Sequential:
-    """LeNet; each worker begins with weights of its own, and gets those of worker 0."""
+    """LeNet; each worker starts with its own weights and then gets those of worker 0."""
     return nn.Sequential(
         *(nn.Conv2d(1, 20, 5), nn.Tanh(), nn.MaxPool2d(2)),
         *(nn.Conv2d(20, 50, 5), nn.Tanh(), nn.MaxPool2d(2)),
@@ -50,8 +50,8 @@ def train(kv: mx.KVStore, model: nn.Module, digits: mnist.Digits, epochs: int) -
             images, labels = torch.from_numpy(digits.images[rows]), digits.labels[rows]
             optimizer.zero_grad()
             loss = cross_entropy(model(images), torch.from_numpy(labels))
-            loss.backward()  # gradients leave here, and new weights come back
-            optimizer.step()  # waits for the rest of them
+            loss.backward()  # sends gradients and gets new weights
+            optimizer.step()  # waits for the remaining weights
         schedule.step()
         print(f"epoch {epoch + 1}: last loss {loss.item():.4f}", flush=True)
 
@@ -64,7 +64,7 @@ def accuracy(model: nn.Module, digits: mnist.Digits) -> float:
 
 
 def main() -> None:
-    """Train, test, and say how well it went."""
+    """Train, test, and print the accuracy."""
     parser = argparse.ArgumentParser(description="LeNet with its optimizer on the servers.")
     parser.add_argument("kv_store", nargs="?", default="dist_sync", help="or dist_async")
     parser.add_argument("--epochs", type=int, default=3, help="how many to train (3)")

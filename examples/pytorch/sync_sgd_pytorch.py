@@ -1,10 +1,10 @@
-"""Synchronous data-parallel SGD in PyTorch, with the store as nothing but an all-reduce.
+"""Synchronous data-parallel SGD in PyTorch, with the store used only as an all-reduce.
 
     python tools/launch.py -n 2 -s 1 --launcher local python examples/pytorch/sync_sgd_pytorch.py
 
-As in tutorials with MPI: all begin with rank 0's weights (``broadcast``), each computes gradients
-on its own digits, ``pushpull`` adds them up over the workers, and everybody takes the same step.
-The store holds no optimizer. ``sync_sgd_pytorch.py local`` trains alone, without the launcher.
+As in MPI tutorials: all workers start with rank 0's weights (``broadcast``), each computes
+gradients on its own digits, ``pushpull`` adds them over the workers, and all take the same step.
+The store has no optimizer. ``sync_sgd_pytorch.py local`` trains alone, without the launcher.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def lenet(seed: int) -> nn.Sequential:
 
 
 def train(store: mx.KVStore, model: nn.Module, digits: mnist.Digits, epochs: int) -> None:
-    """One batch of BATCH digits per worker and step; the mean gradient moves every copy alike."""
+    """One batch of BATCH digits per worker and step; the mean gradient updates every copy."""
     names, parameters = [name for name, _ in model.named_parameters()], list(model.parameters())
     store.broadcast(names, parameters, out=parameters)
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)

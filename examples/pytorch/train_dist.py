@@ -1,11 +1,12 @@
-"""LeNet by synchronous SGD, with nothing but ``broadcast`` and ``all_reduce``.
+"""LeNet by synchronous SGD, with only ``broadcast`` and ``all_reduce``.
 
     python tools/launch.py -n 2 -s 1 --launcher local python examples/pytorch/train_dist.py
     KVSTORE_TORCH_REPLACES=mpi mpiexec -n 2 python examples/pytorch/train_dist.py mpi
     python examples/pytorch/train_dist.py --ranks 2      (starts the ranks itself)
 
-All begin with rank 0's weights, each computes gradients on its own part of the digits, and all take
-the same step with the mean. DistributedDataParallel does this while it computes: ``ddp_mnist.py``.
+All ranks start with rank 0's weights, each computes gradients on its own part of the digits, and
+all take the same step with the mean. DistributedDataParallel does this during the backward pass:
+``ddp_mnist.py``.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 
 def partition_dataset(data: TensorDataset, batch_size: int) -> DataLoader[object]:
-    """This rank's part of the data: all shuffle alike, and each takes every size-th."""
+    """This rank's part of the data: all shuffle equally; each takes every size-th sample."""
     rows = list(range(len(data)))
     random.Random(1234).shuffle(rows)
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = rows[rank : len(rows) // size * size : size]  # as many for each: all take as many steps
+    mine = rows[rank : len(rows) // size * size : size]  # the same number on each rank
     return DataLoader(Subset(data, mine), batch_size, shuffle=True)
 
 
@@ -46,7 +47,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Train, test, and say how well it went."""
+    """Train, test, and print the accuracy."""
     training, test = mnist.load()
     train_set = partition_dataset(ddp_mnist.dataset(training), flags.batch_size)
     model = ddp_mnist.lenet()

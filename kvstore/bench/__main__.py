@@ -1,11 +1,11 @@
 """``kvstore bench``: measure the cost of an exchange on your machines.
 
-Run alone it starts jobs on this machine by the launcher (with and without shared memory, and with
-one server more) and says what it has found. Started by the launcher, as the workers' command of a
-job, it measures the cluster that it is in, and where that uses TCP, also more connections to each
-server. Each time is the slowest worker's; between exchanges is a barrier, and SGD with momentum
-runs on the servers. Everything runs on the main thread. ``estimate.py``, which is next, makes costs
-and advice of the times.
+If you run it alone, it uses the launcher to start jobs on this machine (with and without shared
+memory, and with one more server) and prints the results. As the workers' command of a job, it
+measures that job's cluster; if the cluster uses TCP, it also tries more connections to each server.
+Each time is that of the slowest worker. There is a barrier between exchanges, and SGD with momentum
+runs on the servers. Everything runs on the main thread. Read next: ``estimate.py``, which computes
+costs and advice from the times.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 100
 CASES = 10
 SPREAD_CASES = ("middle", "large")
 MORE_CONNECTIONS = 4
-"""Connections to a server that are tried as well, where there is TCP and only one."""
+"""The number of connections to a server to try too, if there is only one and it uses TCP."""
 _PROCESSORS = Path("/proc/stat")
 _LOOK_S = 0.5
 JOBS = 3
@@ -109,17 +109,16 @@ def measure(
 ) -> dict[str, Any] | None:
     """Measure the cluster that this worker is in; all workers must call it.
 
-    Returns a description under ``setup`` and the milliseconds of each case under ``times_ms``
-    (``estimate.costs_from`` says which) on rank 0, None on the others. Where there is TCP and
-    more connections to a server are to be tried, ``spread`` has the cases that were timed again
-    with ``connections`` of them.
+    Returns None on all ranks except rank 0. There, ``setup`` has a description and ``times_ms`` the
+    milliseconds of each case (see ``estimate.costs_from``). With ``tries_connections``, if servers
+    use TCP, ``spread`` has the cases that were timed again with ``connections`` to each server.
     """
     store, agreement = cast("DistKVStore", create(store_type)), create("dist_sync")
     agreement.init("ms", np.zeros(store.num_workers))
     if store.rank == 0:
         store.set_optimizer(optimizer.create("sgd", learning_rate=1e-3, momentum=0.9))
     cases = _cases(store)
-    agreement.barrier()  # no node of this job has anything to do until the first case
+    agreement.barrier()  # all nodes of this job are idle until the first case
     before = _load() if store.rank == 0 else {}
 
     def times(names: Iterable[str]) -> dict[str, float]:

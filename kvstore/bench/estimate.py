@@ -1,8 +1,8 @@
 """Estimate the cost of a model's exchange from measured times.
 
-Pure: times in, numbers and sentences out; it measures nothing. The cost of an exchange (push of
-all gradients and pull of all weights by one call) is the sum of three parts: one for the call, one
-for each tensor, one for each megabyte. ``__main__.py`` measures them.
+Pure: it turns times into numbers and sentences, and measures nothing. The cost of an exchange (one
+call that pushes all gradients and pulls all weights) is the sum of three parts: one for the call,
+one for each tensor, one for each megabyte. ``__main__.py`` measures them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvstore.errors import ArgumentValueError
 
-#: Sizes of the keys that are measured, in bytes, and how many small ones a list has.
+#: Sizes of the measured keys in bytes, and the number of small keys in a list.
 SMALL_BYTES = 4
 MIDDLE_BYTES = 4 << 20
 LARGE_BYTES = 32 << 20
@@ -92,7 +92,7 @@ class Costs:
     empty_mb_ms: float
     """The same with arrays of ``kv.empty()``."""
     loop_key_ms: float
-    """Each key of a loop that pushes and pulls one after the other."""
+    """Each key of a loop that pushes and pulls key by key."""
     barrier_ms: float
 
     def step_ms(self, model: Model) -> float:
@@ -144,7 +144,7 @@ class Advice(NamedTuple):
 def advise(model: Model, costs: Costs, alternatives: Sequence[Alternative]) -> list[Advice]:
     """Return the changes that would shorten a step, the most helpful first.
 
-    Only measured changes that save at least the part ``WORTH_TELLING`` of the step.
+    Leaves out changes that save less than ``WORTH_TELLING`` of the step.
     """
     step_ms = costs.step_ms(model)
     wanted = [("keep gradients and weights in arrays of kv.empty()", costs.empty_step_ms(model))]

@@ -8,4 +8,4 @@ PYTORCH = (
     "PyTorch, which is not installed here: pip install torch, or for CPUs only pip install torch "
     "--index-url https://download.pytorch.org/whl/cpu"
 )
-"""What a module needs that has imported PyTorch in vain."""
+"""The end of the error message of a module that could not import PyTorch."""

@@ -10,10 +10,10 @@
     state = tx.init(params)
     updates, state = tx.update(grads, state, params)      # also within jax.jit
 
-Its public name is ``kvstore.jax``. All workers make the same calls in the same order. What is
-traced becomes an ordered ``io_callback``, so calls keep their order within jitted functions; before
-a call on the store from outside, wait for them (``jax.block_until_ready``). A store's own calls
-take single JAX arrays without this module (``kvstore/arrays/jax.py``). Optax is not needed.
+Its public name is ``kvstore.jax``. All workers make the same calls in the same order. A traced call
+becomes an ordered ``io_callback``, so calls keep their order within jitted functions. Before you
+call the store outside them, wait until they are done (``jax.block_until_ready``). A store's own
+calls take single JAX arrays without this module (``kvstore/arrays/jax.py``). Optax is not needed.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def push_tree(kv: Any, tree: Tree, prefix: str = "", priority: int = 0) -> None:
 
 
 def pull_tree(kv: Any, like: Tree, prefix: str = "", priority: int = 0) -> Tree:
-    """Return the values of the keys of ``like`` as new JAX arrays, in a tree like it.
+    """Pull the keys of ``like``; return a tree like it with new JAX arrays.
 
     ``like`` gives names, shapes, dtypes and devices; its values are not used.
     """

@@ -10,9 +10,9 @@
 
 Its public name is ``kvstore.lightning``. Each worker of the job is a rank with one Trainer and one
 device; no process group is needed. The optimizer exchanges the gradients, and this strategy does
-the rest by the collective calls of a store. Runs on the Trainer's thread. Read next:
-``torch/server_optimizer.py``. For DistributedDataParallel there is a backend (``torch/``), which
-Lightning's own strategies use.
+the rest with collective calls of a store. Runs on the Trainer's thread. Read next:
+``torch/server_optimizer.py``. For DistributedDataParallel, Lightning's own strategies can use the
+backend in ``torch/``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class KVStoreStrategy(ParallelStrategy):  # type: ignore[misc]
     """
 
     is_distributed = True
-    """Lightning reads it to give each rank its share of the data."""
+    """Lightning reads this to give each rank its share of the data."""
 
     def __init__(self, kv: DistKVStore | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -81,7 +81,7 @@ class KVStoreStrategy(ParallelStrategy):  # type: ignore[misc]
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Let the functions that Lightning runs on rank 0 alone know this rank."""
+        """Tell the functions that Lightning runs only on rank 0 which rank this is."""
         rank_zero_only.rank = self.global_rank
 
     def model_to_device(self) -> None:
@@ -90,7 +90,7 @@ class KVStoreStrategy(ParallelStrategy):  # type: ignore[misc]
         broadcast_parameters(self.model, kv=self.kv)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Take the module's optimizers; raise ``ArgumentTypeError`` for those of one rank."""
+        """Take the module's optimizers; raise ``ArgumentTypeError`` for other ones."""
         super().setup_optimizers(trainer)
         for each in self.optimizers:
             if not isinstance(each, ServerOptimizer | AveragingOptimizer):
@@ -116,7 +116,7 @@ class KVStoreStrategy(ParallelStrategy):  # type: ignore[misc]
         return self.kv.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the tensors of all ranks combined; what is not a tensor, as it is."""
+        """Combine the tensors of all ranks; return anything else unchanged."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         _check(group)

@@ -66,8 +66,8 @@ class _BatchEnd(Protocol):
 class Speedometer:
     """Logs samples per second and metrics after every ``frequent`` batches.
 
-    ``batch_size`` is the samples per batch of this worker. With ``auto_reset`` the metrics are
-    those since the last line, else those of the epoch so far.
+    ``batch_size`` is the number of samples in a batch of this worker. With ``auto_reset`` the
+    metrics count since the last line, otherwise since the start of the epoch.
     """
 
     def __init__(
@@ -111,8 +111,7 @@ class Speedometer:
 class ProgressBar:
     """Draws a progress bar of the epoch, ``length`` characters wide.
 
-    ``total`` is the number of batches of an epoch, and only batches that change what is seen
-    are drawn.
+    ``total`` is the number of batches of an epoch. The bar is redrawn only when it changes.
     """
 
     def __init__(self, total: int, length: int = 80, *, stream: TextIO | None = None) -> None:
@@ -158,9 +157,9 @@ def log_train_metric(period: int, auto_reset: bool = False) -> Callable[[_BatchE
 class Checkpoint:
     """Saves the model every ``period`` epochs: an ``epoch_end_callback``.
 
-    A fit saves through ``end_epoch``: parameters and the optimizer's states, so that
-    ``FeedForward.load`` continues as if it had never stopped; rank 0 writes. Called as MXNet
-    calls one, it saves the parameters that it is given.
+    A fit calls ``end_epoch``, which saves the parameters and the optimizer's states, so a fit after
+    ``FeedForward.load`` gives the same result as an uninterrupted one; rank 0 writes. If it is
+    called with MXNet's arguments, it saves the given parameters.
     """
 
     def __init__(self, prefix: str | Path, period: int = 1) -> None:
@@ -189,23 +188,18 @@ class Checkpoint:
 
 
 def do_checkpoint(prefix: str | Path, period: int = 1) -> Checkpoint:
-    """Save to ``PREFIX-0001.params`` and so on every ``period`` epochs.
-
-    See ``Checkpoint``.
-    """
+    """Return a ``Checkpoint``, which saves to ``PREFIX-0001.params`` and so on."""
     return Checkpoint(prefix, period)
 
 
 def module_checkpoint(
     mod: Any, prefix: str | Path, period: int = 1, save_optimizer_states: bool = False
 ) -> Callable[..., None]:
-    """Return an ``epoch_end_callback`` that saves ``mod``.
-
-    It saves every ``period`` epochs.
+    """Return an ``epoch_end_callback`` that saves ``mod`` every ``period`` epochs.
 
     ``mod`` has MXNet's ``save_checkpoint(prefix, epoch, save_optimizer_states)``, or it is a
-    ``FeedForward``, whose ``save(prefix, epoch)`` writes the states always. Raises
-    ``ArgumentTypeError`` for an object with neither.
+    ``FeedForward``, whose ``save(prefix, epoch)`` always writes the states. Raises
+    ``ArgumentTypeError`` for an object with neither method.
     """
     _at_least_one("period", period)
     save = getattr(mod, "save_checkpoint", None)

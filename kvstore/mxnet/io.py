@@ -1,7 +1,8 @@
 """``NDArrayIter``: batches of arrays in host memory, and ``ResizeIter``.
 
-Your own loop can iterate over it. ``FeedForward`` reads its arrays and distributes the samples over
-the workers itself. No threads; the arrays are only read. One thread at a time may use an object.
+Your own loop can iterate over an ``NDArrayIter``. ``FeedForward`` instead takes its arrays and
+distributes the samples over the workers itself. No threads; the arrays are only read. One thread
+at a time may use an object.
 Read next: ``model.py``.
 
 Source of names and meaning: ``python/mxnet/io/io.py`` of the original.
@@ -72,16 +73,15 @@ class DataBatch:
 class NDArrayIter:
     """An iterator over ``data`` and ``label`` in batches of ``batch_size``.
 
-    Both have one sample for each index of the first axis.
+    Each is an array of any library on the host, a list of arrays, or a dict of named arrays; arrays
+    without names are named after ``data_name`` and ``label_name``. The first axis is that of the
+    samples. The arrays are not copied. A batch has lists of new ``mx.nd`` arrays: of float32, or
+    for a given NDArray of its dtype.
 
-    Both are an array of any library on the host, a list of them, or a dict with a name for each;
-    others are named by ``data_name`` and ``label_name``. They are not copied; a batch has new
-    ``mx.nd`` arrays in its lists: of float32, or the dtype of NDArrays that were given.
-
-    With ``shuffle`` each pass has its own order, by ``seed``; ``idx`` is that of the present one.
-    What is left at the end of a pass is filled with samples from its start (``pad``), left out
-    (``discard``), or kept for the start of the next pass (``roll_over``), as
-    ``last_batch_handle`` says. Raises ``ArgumentValueError`` for what does not fit, and
+    With ``shuffle`` each pass has its own order, decided by ``seed``; ``idx`` is the current order.
+    ``last_batch_handle`` decides about an incomplete last batch: it is filled with samples from the
+    start of the pass (``pad``), left out (``discard``), or kept for the start of the next pass
+    (``roll_over``). Raises ``ArgumentValueError`` for arrays that do not fit, and
     ``NotSupportedError`` for a ``layout`` that does not begin with N.
     """
 
@@ -137,7 +137,7 @@ class NDArrayIter:
 
     @property
     def label(self) -> list[tuple[str, nd.NDArray]]:
-        """The names and copies of the labels, as ``data``; empty without labels."""
+        """The names and copies of the labels, like ``data``; empty without labels."""
         return [(name, each.batch(self.idx)) for name, each in self._label.items()]
 
     @property
@@ -178,9 +178,9 @@ class NDArrayIter:
     # -- for FeedForward -------------------------------------------------------------------
 
     def sources(self) -> tuple[HostArray, HostArray | None]:
-        """Return the arrays of samples and labels as given, in NumPy's memory.
+        """Return the given arrays of samples and labels as NumPy arrays.
 
-        Raises ``ArgumentValueError`` where there are several of one kind.
+        Raises ``ArgumentValueError`` if there are several arrays of samples or of labels.
         """
         for what, arrays in (("data", self._data), ("label", self._label)):
             if len(arrays) > 1:
@@ -218,10 +218,10 @@ class NDArrayIter:
 class ResizeIter:
     """Passes of ``size`` batches over ``data_iter``, which is reset as needed.
 
-    Gives all workers of a synchronous job equally many batches. ``data_iter`` is an iterator with
-    ``next`` and ``reset``, such as an ``NDArrayIter``; it is not copied. With
-    ``reset_internal=False`` a new pass goes on where the last one stopped. Raises
-    ``ArgumentValueError`` for a ``size`` below 1 and for an iterator that is empty.
+    Use it to give all workers of a synchronous job the same number of batches. ``data_iter`` has
+    ``next`` and ``reset``, like an ``NDArrayIter``; it is not copied. With ``reset_internal=False``
+    a new pass continues where the last one stopped. Raises ``ArgumentValueError`` for a ``size``
+    below 1 and for an empty iterator.
     """
 
     def __init__(self, data_iter: Any, size: int, reset_internal: bool = True) -> None:
@@ -266,7 +266,7 @@ class ResizeIter:
 
 
 class _Source(NamedTuple):
-    """An array that batches are taken from, as it was given."""
+    """A given array, from which batches are taken."""
 
     values: HostArray
     dtype: Any
@@ -302,7 +302,7 @@ def _named(what: str, given: Any, name: str) -> dict[str, _Source]:
     return sources
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
 
     def __getattr__(name):
         raise missing("kvstore.io", name, __all__)

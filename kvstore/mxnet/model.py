@@ -4,9 +4,9 @@ Each batch is divided over the devices, and every device computes gradients with
 parameters. One ``pushpull`` exchanges the whole model: the store adds the gradients of all devices
 and workers and updates, and each copy gets the new weights. The same loop is used for one device
 and for a cluster. A fit that continues from a file saved at the end of an epoch gives the same
-bits. Stores and callbacks are only called from the caller's thread. Read next:
-``mxnet/fit/loop.py`` for the loop, ``mxnet/fit/network.py`` for what a network must offer and how
-samples are dealt out, then ``examples/image_classification``.
+bits. Stores and callbacks are called only on the caller's thread. Read next: ``mxnet/fit/loop.py``
+for the loop, ``mxnet/fit/network.py`` for what a network must have and how samples are divided,
+then ``examples/image_classification``.
 
 Source of names and flow: python/mxnet/model.py of the original (``FeedForward``, 1.x).
 """
@@ -97,14 +97,14 @@ _logger = logging.getLogger(__name__)
 class FeedForward:
     """A network, its parameters, and how to train it.
 
-    ``symbol`` is the network (see ``Network``), ``ctx`` one device or a list of them,
-    ``numpy_batch_size`` the samples per step of this worker over all its devices, and
-    ``epoch_size`` the batches of an epoch, where it is not one visit to all samples.
-    ``arg_params`` holds the parameters as NumPy arrays, None until they are given or made; a
-    fit starts from them and replaces them. ``aux_params`` is the same for what is not trained
-    (see ``StatefulNetwork``). ``optimizer`` is a registered name, created with
-    ``optimizer_params``, or a ready ``Optimizer``, whose ``rescale_grad`` then is the caller's
-    business. Equal seeds give equal first values and equal orders of samples.
+    ``symbol`` is the network (see ``Network``), ``ctx`` one device or a list of devices, and
+    ``numpy_batch_size`` the number of samples per step of this worker over all its devices.
+    ``epoch_size`` is the number of batches of an epoch, if an epoch is not one pass over all
+    samples. ``arg_params`` has the parameters as NumPy arrays, or None until they are given or
+    made; a fit starts from them and replaces them. ``aux_params`` has the untrained arrays (see
+    ``StatefulNetwork``). ``optimizer`` is a registered name, created with ``optimizer_params``, or
+    an ``Optimizer``; then the caller must set its ``rescale_grad``. Equal seeds give equal initial
+    values and equal orders of samples.
 
     One thread at a time may use an object.
     """
@@ -174,7 +174,7 @@ class FeedForward:
     ) -> FeedForward:
         """Create a model and fit it; takes arguments of ``fit`` and the class.
 
-        Further positions are those of ``fit`` from ``eval_data`` on, but for ``monitor``.
+        Further positional arguments are those of ``fit`` after ``y``, without ``monitor``.
         """
         names = [name for name in inspect.signature(FeedForward.fit).parameters if name != "self"]
         given = dict(zip((name for name in names[2:] if name != "monitor"), of_fit, strict=False))
@@ -201,25 +201,25 @@ class FeedForward:
         shuffle: bool = True,
         shard: bool = True,
     ) -> None:
-        """Train epochs ``begin_epoch`` to ``num_epoch - 1``; sets ``arg_params``.
+        """Train epochs ``begin_epoch`` to ``num_epoch - 1``; set ``arg_params``.
 
-        ``X`` is (n, ...) of the dtype that the network takes, ``y`` (n,) of integers (or of floats
-        that are whole numbers), NumPy arrays that are only read; or ``X`` is an ``NDArrayIter`` of
-        both, whose ``batch_size`` and ``shuffle`` then count. ``eval_data`` is a pair of such
-        arrays or an ``NDArrayIter``. With a ``dist`` store every worker gives the full data and fit
-        deals them out (``kvstore.model.shard``); with ``shard=False`` each trains on what it gives,
-        and fit sees to an equal number of batches. A batch that runs out of samples is filled from
-        the start of the epoch's order.
+        ``X`` is (n, ...) of the dtype that the network takes, and ``y`` is (n,) of integers (or of
+        floats that are whole numbers). They are NumPy arrays, which are only read; or ``X`` is an
+        ``NDArrayIter`` of both, whose ``batch_size`` and ``shuffle`` are then used. ``eval_data``
+        is a pair of such arrays or an ``NDArrayIter``. With a ``dist`` store, every worker passes
+        the full data and fit divides them (``kvstore.model.shard``); with ``shard=False``, each
+        worker trains on its own data, and fit gives all the same number of batches. A batch with
+        too few samples is filled from the start of the epoch's order.
 
-        ``eval_metric`` is whatever ``kvstore.metric.create`` takes. Metrics other than accuracy
-        and loss need a second forward pass for the training batches. Callbacks get a
-        ``Progress``; an ``epoch_end_callback`` that takes four arguments gets MXNet's epoch,
-        symbol, arg_params and aux_params instead. Both see ``arg_params`` of that moment.
+        ``eval_metric`` is anything that ``kvstore.metric.create`` takes. Metrics other than
+        accuracy and loss need a second forward pass over the training batches. Callbacks get a
+        ``Progress``; an ``epoch_end_callback`` with four arguments instead gets MXNet's epoch,
+        symbol, arg_params and aux_params. Both see the current ``arg_params``.
 
-        A store given by name lives as long as the call; one that is passed in stays open and
-        serves one fit. ``work_load_list`` weighs the devices. In the end all workers wait for
-        each other and hold the store's final weights. The order of the arguments is MXNet's,
-        whose ``monitor`` must stay None. Raises ``UsageError`` for what does not fit together,
+        A store given by name is closed at the end of the call; a store that you pass stays open and
+        can be used for one fit. ``work_load_list`` weighs the devices. At the end, all workers wait
+        for each other and get the store's final weights. The order of the arguments is MXNet's;
+        ``monitor`` must be None. Raises ``UsageError`` for arguments that contradict each other,
         before the first batch, and the store's errors.
         """
         if monitor is not None:
@@ -280,10 +280,10 @@ class FeedForward:
         The accuracy is the share of samples whose most likely class is their label. A list
         of metrics returns a list of values.
 
-        ``X`` is an ``NDArrayIter``, or any iterator of such batches, which is begun again unless
-        ``reset`` is False; or it is an array, whose labels are ``y``. ``model.score(X, y)`` will
-        do too, since no metric is an array. ``num_batch`` stops earlier. Raises ``UsageError``
-        when there are no parameters yet, and for what does not fit.
+        ``X`` is an ``NDArrayIter``, or any iterator of such batches, which is reset first unless
+        ``reset`` is False; or it is an array with the labels ``y``. ``model.score(X, y)`` works
+        too, since a metric is never an array. ``num_batch`` limits the number of batches. Raises
+        ``UsageError`` if there are no parameters yet, and for arguments that do not fit.
         """
         if y is None and hasattr(eval_metric, "shape"):
             y, eval_metric = eval_metric, "acc"
@@ -304,9 +304,9 @@ class FeedForward:
     ) -> Any:
         """Return class probabilities (n, classes), computed on the first device.
 
-        ``X``, ``num_batch`` and ``reset`` as in ``score``, without labels. With ``return_data``
-        a tuple of them, the samples and the labels (None without some), in the order in which
-        an iterator gave them. Raises ``UsageError`` when there are no parameters yet.
+        ``X``, ``num_batch`` and ``reset`` are as in ``score``, without labels. With
+        ``return_data`` it returns a tuple of probabilities, samples and labels (None if there are
+        none), in the iterator's order. Raises ``UsageError`` if there are no parameters yet.
         """
         replica = self._first_device()
         samples = self._samples(X, limit=num_batch, reset=reset)
@@ -321,12 +321,13 @@ class FeedForward:
         return predictions, data, np.concatenate(labels) if labels else None
 
     def save(self, prefix: Prefix, epoch: int | None = None) -> None:
-        """Write the parameters to ``PREFIX-0003.params``, for ``epoch`` 3 (``num_epoch``).
+        """Write the parameters to ``PREFIX-0003.params``, for ``epoch`` 3.
 
-        From an ``epoch_end_callback``, or after a fit while the store that was passed to it is
-        open, the optimizer's states go to ``PREFIX-0003.states`` too; a model that is loaded
-        continues with them. With several workers all may call it, and the lowest rank writes.
-        Raises ``CheckpointError``, and ``UsageError`` when there is nothing to save yet.
+        The default of ``epoch`` is ``num_epoch``. In an ``epoch_end_callback``, or after a fit
+        while the store that you passed to it is open, it also writes the optimizer's states to
+        ``PREFIX-0003.states``; a loaded model continues with them. With several workers, all may
+        call it, and the lowest rank writes. Raises ``CheckpointError``, and ``UsageError`` if there
+        is nothing to save yet.
         """
         epoch = self.num_epoch if epoch is None else epoch
         if epoch is None or epoch < 0 or self.arg_params is None:
@@ -336,7 +337,7 @@ class FeedForward:
             )
         if self._rank != 0:
             return
-        # The states first, so that parameters that name them never lie there without them.
+        # Write the states first, so that no file of parameters names states that do not exist.
         has_states = self._save_states(prefix, epoch)
         save_checkpoint(
             prefix, epoch, self.symbol, self.arg_params, self.aux_params, has_states=has_states
@@ -353,10 +354,10 @@ class FeedForward:
     ) -> FeedForward:
         """Load the model that ``save`` wrote; it continues at ``epoch``.
 
-        The network is code and not in the file, so it is given again, as is everything else
-        that ``FeedForward`` takes (``arguments``). ``fit`` loads the optimizer's states where
-        they were saved. With several workers all load, and rank 0's values count. Raises
-        ``CheckpointError``, also for states that were not saved with these parameters.
+        The network is code and not in the file, so you pass it again, like all other arguments of
+        ``FeedForward`` (``arguments``). ``fit`` loads the optimizer's states if they were saved.
+        With several workers, all load, and rank 0's values are used. Raises ``CheckpointError``,
+        also for states that were not saved with these parameters.
         """
         saved = load_model(prefix, epoch)
         check_states(prefix, epoch, saved)
@@ -423,7 +424,7 @@ class FeedForward:
     def _agree(
         self, store: KVStoreBase, data: Data, sharded_here: bool, logger: logging.Logger
     ) -> EpochPlan:
-        # With other seeds the workers would deal other shards out, which overlap.
+        # Workers with different seeds would compute shards that overlap.
         seed = self.seed % 2**62 if sharded_here else 0
         resumes = self._load_states_from is not None
         start = (self.begin_epoch, self.num_epoch or 0, self.epoch_size or 0, resumes, seed)
@@ -455,7 +456,7 @@ class FeedForward:
         return True
 
     def _end_epoch(self, updates: Updates, progress: Progress, callbacks: EpochCallbacks) -> None:
-        # Only now, since in the middle of an epoch states and arg_params are not of one moment.
+        # Only here: within an epoch, states and arg_params belong to different updates.
         self._states = updates.states
         for callback in as_list(callbacks):
             if isinstance(callback, Checkpoint):

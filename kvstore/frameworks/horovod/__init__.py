@@ -1,6 +1,6 @@
-"""Horovod's interface over this project's servers, for NumPy arrays. ``torch/`` is for tensors.
+"""Horovod's interface over this project's servers, for NumPy arrays.
 
-::
+``torch/`` has it for tensors::
 
     import kvstore.horovod.torch as hvd       # was: import horovod.torch as hvd
 
@@ -150,7 +150,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
 
     def __getattr__(name):
         raise missing("kvstore.horovod", name, __all__)

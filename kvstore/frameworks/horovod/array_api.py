@@ -1,13 +1,14 @@
 """The calls of ``kvstore.horovod`` on NumPy arrays; ``torch/`` has them for tensors.
 
-Arguments are arrays of any shape and of dtype bool, integer, float or complex, or what
-``numpy.asarray`` makes into such. Those of ``..._async`` must not change before ``synchronize``.
-Results are new arrays of the caller's; names that end in ``_`` write into the argument. ``name``
-matches the call with those of the other ranks; without it, the order does.
+Arguments are arrays of any shape and of dtype bool, integer, float or complex, or values that
+``numpy.asarray`` converts to such arrays. Do not change an argument of an ``..._async`` call before
+``synchronize``. Results are new arrays; calls that end in ``_`` write into the argument. Calls of
+different ranks are matched by ``name``, or without a name by their order.
 
-Calls raise ``ArgumentTypeError`` and ``ArgumentValueError`` for what cannot be sent, and for a name
-that is under way. ``synchronize`` (and the calls without ``_async``) raise ``HorovodInternalError``
-where ranks differ or one is lost. Source: the interface of Horovod 0.28.
+Calls raise ``ArgumentTypeError`` or ``ArgumentValueError`` for a value that cannot be sent, and for
+the name of a call in flight. ``synchronize`` (and the calls without ``_async``) raise
+``HorovodInternalError`` if the ranks' calls differ or a rank is lost. Source: the interface of
+Horovod 0.28.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[Array]:
-    """Begin to combine the arrays of all ranks, by their average unless ``op`` says otherwise."""
+    """Begin to combine the arrays of all ranks; the default ``op`` is the average."""
     found = calls.operation_of(op, average)
     factors = prescale_factor, postscale_factor
     return calls.all_reduce(_source(tensor), found, name, factors, process_set)
@@ -74,7 +75,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[Array]:
-    """Begin to combine the arrays of all ranks in place; the array must be C-contiguous."""
+    """Begin to combine the C-contiguous arrays of all ranks in place."""
     found = calls.operation_of(op, average)
     factors = prescale_factor, postscale_factor
     target = _target(tensor)
@@ -82,7 +83,7 @@ def allreduce_async_(
 
 
 def allreduce_(tensor: Array, *args: Any, **options: Any) -> Array:
-    """Combine the arrays of all ranks in place; arguments are those of ``allreduce_async_``."""
+    """Combine the arrays of all ranks in place; arguments as for ``allreduce_async_``."""
     return allreduce_async_(tensor, *args, **options).result()
 
 
@@ -109,7 +110,7 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> list[Array]:
-    """Combine several arrays; arguments are those of ``grouped_allreduce_async``."""
+    """Combine several arrays; arguments as for ``grouped_allreduce_async``."""
     return grouped_allreduce_async(tensors, *args, **options).result()
 
 
@@ -136,14 +137,14 @@ def grouped_allreduce_async_(
 
 
 def grouped_allreduce_(tensors: Sequence[Array], *args: Any, **options: Any) -> list[Array]:
-    """Combine several arrays in place; arguments are those of ``grouped_allreduce_async_``."""
+    """Combine several arrays in place; arguments as for ``grouped_allreduce_async_``."""
     return grouped_allreduce_async_(tensors, *args, **options).result()
 
 
 def allgather_async(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> CollectiveHandle[Array]:
-    """Begin to join the arrays of all ranks along their first dimension, which may differ."""
+    """Begin to join the arrays of all ranks along the first dimension, which may differ."""
     return calls.all_gather(_source(tensor), name, process_set).map(calls.concatenated)
 
 
@@ -194,7 +195,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[Array]:
-    """Begin to fill the array with that of rank ``root_rank``; it must be C-contiguous."""
+    """Begin to fill the C-contiguous array with that of rank ``root_rank``."""
     return calls.broadcast(_target(tensor), root_rank, name, process_set)
 
 
@@ -214,7 +215,10 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[tuple[Array, Array]]:
-    """Begin to send each rank its rows; gives the rows for this rank, and how many each sent."""
+    """Begin to send each rank its rows.
+
+    The result is the rows for this rank, and how many of them each rank has sent.
+    """
     handle = calls.all_to_all(_source(tensor), splits_of(splits), name, process_set)
     return handle.map(
         lambda found: (calls.concatenated(found), np.array([*map(len, found)], np.int32))
@@ -240,13 +244,13 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> CollectiveHandle[Array]:
-    """Begin to combine the arrays of all ranks, of which each gets its share of the rows."""
+    """Begin to combine the arrays of all ranks; each rank gets its share of the rows."""
     factors = prescale_factor, postscale_factor
     return calls.reduce_scatter(_source(tensor), calls.operation_of(op), name, factors, process_set)
 
 
 def reducescatter(tensor: Any, *args: Any, **options: Any) -> Array:
-    """Return this rank's rows; arguments are those of ``reducescatter_async``."""
+    """Return this rank's rows; arguments as for ``reducescatter_async``."""
     return reducescatter_async(tensor, *args, **options).result()
 
 
@@ -258,7 +262,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> CollectiveHandle[list[Array]]:
-    """Begin to combine each of several arrays, of which each rank gets its share of the rows."""
+    """Begin to combine several arrays; each rank gets its share of the rows of each."""
     return calls.grouped(
         reducescatter_async,
         tensors,
@@ -271,12 +275,12 @@ def grouped_reducescatter_async(
 
 
 def grouped_reducescatter(tensors: Sequence[Any], *args: Any, **options: Any) -> list[Array]:
-    """Return this rank's rows of several; arguments are ``grouped_reducescatter_async``'s."""
+    """Return this rank's rows; arguments as for ``grouped_reducescatter_async``."""
     return grouped_reducescatter_async(tensors, *args, **options).result()
 
 
 def synchronize(handle: CollectiveHandle[Any]) -> Any:
-    """Wait for the call of a handle, and return its value."""
+    """Wait for the call of a handle, and return its result."""
     if not isinstance(handle, CollectiveHandle):
         raise ArgumentTypeError(
             f"synchronize takes the handle that an ..._async call returned, got {handle!r:.60}"
@@ -294,12 +298,14 @@ def poll(handle: CollectiveHandle[Any]) -> bool:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of the set have come here."""
+    """Wait until all ranks of the set have made this call."""
     calls.barrier(process_set)
 
 
 def join(device: int = -1) -> int:
-    """Have no more data: count as zeros in ``allreduce`` until all ranks have joined.
+    """Say that this rank has no more data, and wait until all ranks have joined.
+
+    Until then, this rank takes part in ``allreduce`` with zeros.
 
     Returns the rank that joined last. ``device`` is only for compatibility.
     """

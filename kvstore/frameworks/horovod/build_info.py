@@ -1,7 +1,7 @@
 """Horovod's questions about how it was built, and its timeline.
 
-The answers are those of this layer: it moves data by its own servers, so it has no MPI, Gloo, NCCL,
-DDL, CCL or ROCm, and needs none. Scripts ask before they choose an operation for GPUs.
+This layer sends data through its own servers, so it neither has nor needs MPI, Gloo, NCCL, DDL, CCL
+or ROCm. Scripts ask these questions before they choose an operation for GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ def mpi_threads_supported() -> bool:
 
 
 def _no() -> bool:
-    """Return False. MPI may start the processes; tensors on GPUs go through the host's memory."""
+    """Return False.
+
+    MPI can still start the processes, and tensors on GPUs go through the host's memory.
+    """
     return False
 
 

@@ -1,9 +1,9 @@
-"""The collective calls on NumPy arrays, and the handles of those under way.
+"""The collective calls on NumPy arrays, and the handles of calls in flight.
 
-A call is matched with those of the other ranks by its kind and name; calls without a name by their
-order in each process. Each function here makes a call and returns its handle; ``array_api.py`` and
-``torch/operations.py`` make of them what users call. Any thread may call. What is left to do when
-the answer is there (dividing, joining pieces) runs once, on the thread that waits first.
+Calls of different ranks are matched by kind and name, or without a name by their order. Each
+function here makes a call and returns its handle; ``array_api.py`` and ``torch/operations.py`` wrap
+them for users. Any thread may call. The work that remains after the answer has arrived (dividing,
+joining pieces) runs once, on the first thread that waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ReduceOperation(enum.Enum):
-    """How the values of all ranks become one; the names of members are Horovod's."""
+    """How the values of all ranks are combined; the names of the members are Horovod's."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -39,7 +39,7 @@ class ReduceOperation(enum.Enum):
 
 
 def operation_of(op: ReduceOperation | None, average: bool | None = None) -> ReduceOperation:
-    """Return the operation of a call, of which ``average`` is the older name."""
+    """Return the operation of a call; ``average`` is the older name of ``op``."""
     if op is not None and average is not None:
         raise ArgumentValueError("pass op or average, not both; average is the older name of op")
     if average is not None:
@@ -58,10 +58,10 @@ def operation_of(op: ReduceOperation | None, average: bool | None = None) -> Red
 
 
 class CollectiveHandle(Generic[T]):
-    """One call under way; ``hvd.synchronize`` returns its value.
+    """One call in flight; ``hvd.synchronize`` returns its result.
 
     Args:
-        finish: makes the value of what the future gives; called once.
+        finish: turns the future's value into the result; called once.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CollectiveHandle(Generic[T]):
     __call__ = result
 
     def map(self, step: Callable[[T], U]) -> CollectiveHandle[U]:
-        """Return the handle of what ``step`` makes of the value, on the thread that waits."""
+        """Return a handle whose result is ``step(result)``, computed on the thread that waits."""
         return CollectiveHandle(self._owner, self.future, lambda _: step(self.result()))
 
 
@@ -112,7 +112,7 @@ def grouped(
     name: str | None,
     **options: Any,
 ) -> CollectiveHandle[list[T]]:
-    """Make a call for each of several tensors, and return one handle of all."""
+    """Make a call for each of several tensors, and return one handle for all."""
     if len(tensors) == 0:
         raise ArgumentValueError("a grouped call needs at least one tensor, got an empty list")
     names = names_in_group(name, len(tensors))
@@ -144,7 +144,7 @@ def all_reduce(
     """Combine the arrays of all ranks; ``factors`` multiply the input and the result.
 
     Args:
-        out: filled with the result, of the shape and dtype of ``array``, and may be it.
+        out: array for the result, of the shape and dtype of ``array``; may be ``array``.
     """
     before, after = factors
     group = session.group_of(process_set)
@@ -173,9 +173,9 @@ def reduce_scatter(
     factors: tuple[float, float],
     process_set: ProcessSet,
 ) -> CollectiveHandle[Array]:
-    """Combine the arrays of all ranks, and give each rank its share of the first dimension.
+    """Combine the arrays of all ranks, and give each rank its share of the rows.
 
-    Where the ranks cannot share equally, the first ones get one row more.
+    If the shares cannot be equal, the first ranks get one row more.
     """
     before, after = factors
     group = session.group_of(process_set)
@@ -214,7 +214,7 @@ def broadcast(
 def all_to_all(
     array: Array, splits: Sequence[int] | None, name: str | None, process_set: ProcessSet
 ) -> CollectiveHandle[list[Array]]:
-    """Send each rank its rows, of which ``splits`` says how many; returns those of each rank."""
+    """Send ``splits[i]`` rows to rank i; the result is the rows from each rank."""
     group = session.group_of(process_set)
     rows = _rows("alltoall", array)
     if splits is None:
@@ -237,13 +237,15 @@ def all_to_all(
 
 
 def barrier(process_set: ProcessSet) -> None:
-    """Wait until all ranks of the set have come here."""
+    """Wait until all ranks of the set have made this call."""
     group = session.group_of(process_set)
     _begin("barrier", None, process_set, lambda _: group.barrier()).result()
 
 
 def join() -> int:
-    """Have no more data: count as zeros in ``allreduce`` until all ranks have joined.
+    """Say that this rank has no more data, and wait until all ranks have joined.
+
+    Until then, this rank takes part in ``allreduce`` with zeros.
 
     Returns the rank that joined last.
     """
@@ -257,7 +259,7 @@ def join() -> int:
 def _begin(
     kind: str, name: str | None, process_set: ProcessSet, call: Callable[[str | None], Future[T]]
 ) -> CollectiveHandle[T]:
-    """Make a call; what is wrong with its arguments is an error here, before anything is sent."""
+    """Make a call; raise errors about its arguments before anything is sent."""
     owner = session.current()
     try:
         future = call(None if name is None else f"{kind}.{name}")
@@ -271,9 +273,9 @@ def _begin(
 
 
 def scaled(array: Array, factor: float) -> Array:
-    """Return the array times a factor: the array itself where that is 1.
+    """Return the array times a factor, or the array itself if the factor is 1.
 
-    Whole numbers are multiplied in float64 and cut, halves in float32.
+    Integers are multiplied in float64 and truncated, float16 numbers in float32.
     """
     if factor == 1.0:
         return array
@@ -288,7 +290,7 @@ def scaled(array: Array, factor: float) -> Array:
 
 
 def cut(array: Array, counts: Sequence[int]) -> list[Array]:
-    """Return views of consecutive rows: ``counts`` has their number for each rank."""
+    """Return views of consecutive rows; ``counts`` has the number of rows of each rank."""
     ends = np.cumsum([0, *counts]).tolist()
     return [array[begin : begin + count] for begin, count in zip(ends, counts, strict=False)]
 
@@ -302,7 +304,7 @@ def _rows(kind: str, array: Array) -> int:
 
 
 def index_of_root(root: int, process_set: ProcessSet) -> int:
-    """Return which member of the set a global rank is."""
+    """Return the index of a global rank in the set."""
     members = session.current().sets[process_set.process_set_id or 0]
     if root not in members:
         raise ArgumentValueError(
@@ -331,10 +333,10 @@ def concatenated(pieces: Sequence[Array]) -> Array:
 
 
 def group_size(process_set: ProcessSet) -> int:
-    """Return how many ranks make a set's calls, of which this is one."""
+    """Return the number of ranks in a set; this rank must be one of them."""
     return session.group_of(process_set).size
 
 
 def rank_in(process_set: ProcessSet) -> int:
-    """Return which of these ranks this process is."""
+    """Return this process's rank within a set."""
     return session.group_of(process_set).rank

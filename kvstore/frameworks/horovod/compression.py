@@ -1,4 +1,4 @@
-"""``Compression``: what is done with values before they travel; for arrays and for tensors."""
+"""``Compression``: how values are encoded before they are sent, for arrays and tensors."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class NoneCompressor:
 
 
 class FP16Compressor:
-    """Sends floats as float16. What is too large for that becomes infinite."""
+    """Sends floats as float16. Numbers that are too large become infinite."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return a float16 tensor of one of floats, and its dtype."""
+        """Return a tensor of floats as float16, and its former dtype."""
         if isinstance(tensor, np.ndarray):
             return (tensor.astype(np.float16) if tensor.dtype.kind == "f" else tensor), tensor.dtype
         return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in the dtype that it had."""
+        """Return the tensor in its former dtype."""
         if isinstance(tensor, np.ndarray):
             return tensor.astype(ctx, copy=False)
         return tensor.to(ctx)
 
 
 class CompressionChoices:
-    """What ``compression=`` takes; ``Compression`` of Horovod."""
+    """The choices for ``compression=``; Horovod's ``Compression``."""
 
     none: ClassVar[type[Any]] = NoneCompressor
     fp16: ClassVar[type[Any]] = FP16Compressor

@@ -1,9 +1,10 @@
 """``broadcast_object`` and ``allgather_object``: plain objects, sent without pickle.
 
-An object is None, a bool, a number, a text, bytes, an array, or a list, tuple, set or dict of such
-(docs/decisions/0036-objects-without-pickle.md). One that holds anything else is an error on
-all ranks, which names the type: its rank sends the text in place of the object. Objects travel as
-arrays of bytes: a byte that says which, the length of the tree, the tree, and arrays.
+An object is None, a bool, a number, a string, bytes, an array, or a list, tuple, set or dict of
+these (docs/decisions/0036-objects-without-pickle.md). If an object contains anything else, its rank
+sends the text of an error instead, and all ranks raise an error that names the type. An object is
+sent as an array of bytes: a byte that tells an object from an error, the length of the tree, the
+tree, and the arrays.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the object of a global rank on all ranks. Those of others are not looked at.
+    """Return the object of a global rank on all ranks; other ranks' objects are ignored.
 
     Raises:
-        ArgumentTypeError: it holds something that cannot be sent (on the root).
-        HorovodInternalError: the same elsewhere, or ranks name different roots.
+        ArgumentTypeError: on the root: the object contains something that cannot be sent.
+        HorovodInternalError: the same on other ranks, or the ranks name different roots.
     """
     calls.index_of_root(root_rank, process_set)
     is_root = session.rank() == root_rank
@@ -53,11 +54,11 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in their order.
+    """Return the objects of all ranks, in the order of ranks.
 
     Raises:
-        ArgumentTypeError: the own one holds something that cannot be sent.
-        HorovodInternalError: that of another rank does.
+        ArgumentTypeError: this rank's object contains something that cannot be sent.
+        HorovodInternalError: another rank's object does.
     """
     data, error = _packed(obj)
     found = calls.all_gather(data, name, process_set, "allgather_object").result()
@@ -68,7 +69,7 @@ def allgather_object(
 
 
 def _packed(obj: Any) -> tuple[np.ndarray[Any, Any], Exception | None]:
-    """Return the bytes of an object, or of the text of the error that it cannot be sent."""
+    """Return the bytes of an object; if it cannot be sent, those of an error's text."""
     try:
         tree, arrays = pack_object(obj)
     except (ArgumentTypeError, ArgumentValueError) as error:

@@ -1,14 +1,14 @@
-"""What a process has between ``init`` and ``shutdown``: its rank, its process sets, its calls.
+"""The state of a process from ``init`` to ``shutdown``: rank, process sets, calls.
 
 ``init`` finds the servers in one of three ways:
 
 - **A job of ours** (``kvstore-launch``): the node of this process, which its stores share.
-- **Ranks that others start** (torchrun, mpiexec): servers inside the job, as for a process group of
-  ``kvstore.torch``; the ranks meet in a store of PyTorch (``torch/rendezvous.py``).
-- **One process**: none (``stores/one_rank.py``).
+- **Ranks of another launcher** (torchrun, mpiexec): the ranks start servers, as for a process group
+  of ``kvstore.torch``; they meet through a store of PyTorch (``torch/rendezvous.py``).
+- **One process**: there are no servers (``stores/one_rank.py``).
 
-Ranks make calls in any order, and may join: so a server matches all calls, and large ones then go
-by shared memory (``any_order=True``). Any thread may call. Read next: ``calls.py``.
+Ranks may make calls in any order, and may join. So a server matches all calls, and large calls then
+use shared memory (``any_order=True``). Any thread may call. Read next: ``calls.py``.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _NAME = "horovod"
 
 
 class HorovodInternalError(PSError):
-    """A call failed after it was made: ranks differ, or one is lost; ``__cause__`` says more."""
+    """A call failed: the ranks' calls differ, or a rank is lost; see ``__cause__``."""
 
 
 class HorovodSession:
     """The state of one process. Made by :func:`init`.
 
     Args:
-        node: the node of this process; None: there are no servers, and one rank.
-        ranks: which worker each rank is.
-        leave: ends this process's part in the cluster.
+        node: the node of this process; None if there are no servers and only one rank.
+        ranks: the worker that each rank is.
+        leave: makes this process leave the cluster.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HorovodSession:
         self._waiter = None if node is None else Waiter(node)
         everybody = self._group_of(range(len(self.workers)))
         self.rank, self.size = everybody.rank, everybody.size
-        #: Number of a process set -> its ranks, and its group where this process belongs to it.
+        #: Number of a process set -> its ranks; and -> its group, if this process is a member.
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(self.size))}
         self.groups: dict[int, Group] = {0: everybody}
         self._numbers = itertools.count(1)
@@ -86,7 +86,7 @@ class HorovodSession:
         return "" if known is None else known.machine
 
     def peers_across(self) -> list[int]:
-        """Return the ranks that have this one's local rank on their machines, one for each."""
+        """Return the ranks with this rank's local rank, one on each machine that has it."""
         local = self.local_ranks.index(self.rank)
         found = []
         for machine in self.machines:
@@ -99,7 +99,7 @@ class HorovodSession:
         return len({self._machine_of_rank.count(machine) for machine in self.machines}) == 1
 
     def wait(self, future: Future[Any]) -> Any:
-        """Return a future's value; says what takes long.
+        """Return a future's value; log what it waits for if it takes long.
 
         Raises:
             HorovodInternalError: the call has failed.
@@ -112,7 +112,7 @@ class HorovodSession:
     # -- process sets --------------------------------------------------------------------
 
     def add_set(self, ranks: Sequence[int]) -> int:
-        """Register a process set, on all ranks; returns its number."""
+        """Register a process set, on all ranks; return its number."""
         found = tuple(ranks)
         if not found or found[0] < 0 or found[-1] >= self.size or len(set(found)) < len(found):
             raise ArgumentValueError(
@@ -136,7 +136,7 @@ class HorovodSession:
         return number
 
     def remove_set(self, number: int) -> bool:
-        """Forget a process set; returns whether there was one."""
+        """Forget a process set; return whether there was one."""
         group = self.groups.pop(number, None)
         if group is not None:
             group.close()
@@ -149,7 +149,7 @@ class HorovodSession:
         return Communicator(self.node, workers, name=_NAME, any_order=True)
 
     def close(self) -> None:
-        """Make no more calls, and leave the cluster."""
+        """Stop making calls, and leave the cluster."""
         if self.timeline is not None:
             self.timeline.close()
         for group in self.groups.values():
@@ -175,7 +175,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job; a second call does nothing.
 
     Args:
-        comm: only for compatibility: all ranks take part.
+        comm: only for compatibility; the job always has all ranks.
         process_sets: a list of ``ProcessSet``, the same on all ranks, or "dynamic".
 
     Raises:
@@ -207,7 +207,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether ``init`` was called, and ``shutdown`` not since."""
+    """Return whether ``init`` was called without a later ``shutdown``."""
     return _session is not None
 
 
@@ -242,7 +242,7 @@ def _cluster_of(place: RankOfProcess) -> GroupCluster:
 
 
 class ProcessSet:
-    """Some of the ranks, for calls among them; ``process_set=`` of each call takes it.
+    """Some of the ranks, for calls among them (``process_set=``).
 
     Args:
         ranks: global ranks, in any order.
@@ -258,11 +258,11 @@ class ProcessSet:
         self.process_set_id: int | None = None
 
     def size(self) -> int | None:
-        """Return how many ranks it has; None before it was added."""
+        """Return the number of its ranks; None before it is added."""
         return None if self.process_set_id is None else len(current().sets[self.process_set_id])
 
     def rank(self) -> int | None:
-        """Return this process's rank within it; None before it was added."""
+        """Return this process's rank within it; None before it is added."""
         if self.process_set_id is None:
             return None
         return group_of(self).rank
@@ -283,10 +283,10 @@ global_process_set.process_set_id = 0
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set known. All ranks call it, with the same ranks in the same order of calls.
+    """Register a process set; all ranks add the same sets in the same order.
 
     Raises:
-        ArgumentValueError: the ranks do not exist, or have a process set already.
+        ArgumentValueError: a rank does not exist, or these ranks have a process set already.
     """
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     found.process_set_id = current().add_set(found.ranks or [])
@@ -294,7 +294,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set, on all ranks; returns whether that was possible."""
+    """Forget a process set, on all ranks; return whether that was possible."""
     number, is_own = process_set.process_set_id, process_set is not global_process_set
     if number is None or not is_own:
         return False
@@ -306,7 +306,7 @@ def group_of(process_set: ProcessSet) -> Group:
     """Return the group that makes a set's calls.
 
     Raises:
-        ArgumentValueError: the set was not added, or this process does not belong to it.
+        ArgumentValueError: the set was not added, or this process is not in it.
     """
     session, number = current(), process_set.process_set_id
     if number is None or number not in session.sets:
@@ -332,7 +332,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number among those of its machine."""
+    """Return this process's rank among those of its machine."""
     return current().local_ranks.index(current().rank)
 
 
@@ -342,12 +342,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this machine among those that have a rank with this local rank."""
+    """Return this machine's number among those that have this local rank."""
     return current().peers_across().index(current().rank)
 
 
 def cross_size() -> int:
-    """Return how many machines have a rank with this local rank."""
+    """Return the number of machines that have this local rank."""
     return len(current().peers_across())
 
 

@@ -5,8 +5,8 @@
     kv = mx.kv.create("horovod")
     trainer = mx.gluon.Trainer(parameters, "sgd", {"learning_rate": 0.1}, kvstore=kv)
 
-As in MXNet they broadcast the first values and add gradients; the optimizer runs in each worker.
-Both are the same here: all calls are those of ``kvstore.horovod``, each named by its key. Source:
+As in MXNet, they broadcast the first values and add gradients; the optimizer runs in each worker.
+Both types are the same here: they make the calls of ``kvstore.horovod``, named by the keys. Source:
 python/mxnet/kvstore/horovod.py and byteps.py of MXNet. Runs on the caller's thread, and waits.
 """
 
@@ -43,7 +43,7 @@ class Horovod(KVStoreBase):
 
     @property
     def local_rank(self) -> int:
-        """This worker's number among those of its machine."""
+        """This worker's rank among those of its machine."""
         return session.local_rank()
 
     @property
@@ -104,7 +104,7 @@ class Horovod(KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Return False: no optimizer. Raises ``ArgumentValueError`` for other names."""
+        """Return False for ``optimizer``; raise ``ArgumentValueError`` for other names."""
         if capability.lower() != KVStoreBase.OPTIMIZER:
             raise ArgumentValueError(
                 f"unknown capability: {capability!r}; known: {KVStoreBase.OPTIMIZER!r}"
@@ -114,7 +114,7 @@ class Horovod(KVStoreBase):
 
 @KVStoreBase.register
 class BytePS(Horovod):
-    """The same under the name that scripts for BytePS use."""
+    """The same store under the name that scripts for BytePS use."""
 
 
 def _assign(found: Array, targets: list[Any]) -> None:

@@ -1,8 +1,8 @@
-"""A timeline of the calls of this rank, as a file that chrome://tracing and Perfetto show.
+"""A timeline of this rank's calls, as a file for chrome://tracing and Perfetto.
 
-It has one bar for each call, from the call to its end, in the order in which they ended. There is
-nothing to show of a negotiation or of cycles: servers match calls when they arrive. Events come
-from callers' threads and the node's I/O thread.
+It has one bar for each call, from its start to its end, in the order in which calls end. There are
+no negotiations or cycles to show, because servers match calls when they arrive. Events come from
+the callers' threads and the node's I/O thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pslite import Future
 
 
 class Timeline:
-    """Writes a file of trace events; a JSON array that is complete after :meth:`close`."""
+    """Writes trace events to a file: a JSON array that :meth:`close` completes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
@@ -33,7 +33,7 @@ class Timeline:
         self._separator = "\n"
 
     def note(self, name: str, kind: str, future: Future[Any]) -> None:
-        """Write a call once it has ended."""
+        """Write a call to the file when it ends."""
         began_us = time.time_ns() // 1000
 
         def ended(done: Future[Any]) -> None:
@@ -55,7 +55,7 @@ class Timeline:
         future.on_done(ended)
 
     def close(self) -> None:
-        """Complete the file. Calls that end later are not in it."""
+        """Complete the file. Calls that end later are left out."""
         with self._lock:
             if not self._file.closed:
                 self._file.write("\n]\n")

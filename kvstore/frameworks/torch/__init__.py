@@ -7,9 +7,9 @@
     dist.init_process_group("kvstore")        # a script needs nothing more: see below
     model = torch.nn.parallel.DistributedDataParallel(model)
 
-Its public name is ``kvstore.torch``. ``import torch`` registers the backend by itself
-(``kvstore_torch_autoload.py``), unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` says otherwise;
-importing this module registers it, too. Read next: ``process_group.py``.
+Its public name is ``kvstore.torch``. ``import torch`` registers the backend automatically
+(``kvstore_torch_autoload.py``), unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` is set. Importing this
+module registers it too. Read next: ``process_group.py``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from kvstore.frameworks.torch.store import init
     from kvstore.frameworks.torch.work import KVStoreWork
 
-#: Public functions and classes: name -> their module, which is imported when the name is used. A
-#: script of DistributedDataParallel needs no store.
+#: Public functions and classes: name -> module. The module is imported when the name is first used,
+#: because a script with DistributedDataParallel needs no store.
 _MEMBERS = {
     "DistributedOptimizer": "distributed_optimizer",
     "GroupCluster": "cluster",

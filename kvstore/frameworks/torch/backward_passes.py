@@ -20,7 +20,7 @@ from kvstore.errors import ArgumentValueError
 from pslite.errors import UsageError
 
 _NO_PASS = -1
-"""PyTorch's number for a thread that is in no pass."""
+"""PyTorch's number for a thread that is not in a pass."""
 
 
 class GradientHook:

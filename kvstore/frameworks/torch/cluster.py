@@ -50,7 +50,7 @@ class GroupCluster:
     node: Postoffice
     ranks: tuple[int, ...]
     leave: Callable[[], None]
-    """Makes this process leave the cluster. A job's node stays as long as its process."""
+    """Makes this process leave the cluster. A job's node stays until its process ends."""
     store: Any = None
     """PyTorch's store, with a prefix for the keys of this cluster."""
 
@@ -82,7 +82,7 @@ def join(store: Any, rank: int, size: int) -> GroupCluster:
         ConfigError: settings contradict each other or the group.
         DeadlineError: a rank did not come; the text says which.
     """
-    # The store may outlive a group, as torchrun's does, so each join of a rank has its own number.
+    # The store may outlive a group, as torchrun's does, so each rank numbers its joins.
     store = PrefixStore(f"kvstore/{store.add(f'kvstore/joined/{rank}', 1)}", store)
     config, unknown = Config.from_env()
     if config.root_uri:
@@ -232,7 +232,7 @@ def _common(plan: ServicePlan, config: Config, size: int) -> Config:
 def _leave_at_the_end_of_a_child(node: Postoffice, services: ColocatedServices | None) -> None:
     """Leave at the end of a ``multiprocessing`` child, which runs no exit handlers.
 
-    If the child ends by an exception, it counts as lost, as a script does.
+    If an exception ends the child, it counts as lost, like a script.
     """
     if multiprocessing.parent_process() is None:
         return

@@ -80,8 +80,8 @@ class AveragingOptimizer:
     def synchronize(self) -> None:
         """Combine the gradients of all ranks, unless they are combined already.
 
-        ``backward`` does this at its end. So this call is for ranks on which it reached no
-        parameter, and for steps with fewer passes than ``backward_passes_per_step``.
+        ``backward`` does this at its end. Call this only on ranks where it reached no parameter,
+        and for steps with fewer passes than ``backward_passes_per_step``.
         """
         if not self.exchange.is_done:
             self.exchange.begin()
@@ -142,8 +142,8 @@ def DistributedOptimizer(  # noqa: N802  (it stands for a class)
         optimizer: of any class of ``torch.optim``, or one derived from it.
         named_parameters: names for errors: ``model.named_parameters()``.
         kv: a distributed store; None finds the job's (``kvstore.torch.init``).
-        compression: 'fp16', 'bf16' or what ``kv.set_gradient_compression`` takes. Gradients go by
-            the servers then, also on one machine.
+        compression: 'fp16', 'bf16' or what ``kv.set_gradient_compression`` takes. Gradients then go
+            through the servers, even on one machine.
         average: divide sums by the number of ranks.
         bucket_bytes: how many bytes of gradients are sent in one call.
         backward_passes_per_step: how many passes add up to the gradients of a step.

@@ -2,9 +2,9 @@
 
 PyTorch's own backend ``mpi`` gets all three from MPI. Here, rank and size come from the variables
 that mpiexec and srun set. The ranks of one host use a file in a directory that only this user can
-open. The file's name contains the id and start time of the process that has started all ranks,
-which no other job shares. Rank 0 writes the name of the ranks' store into the file. It removes the
-file when all ranks have opened the store, before any of them continues, so no old store is found.
+open. The file's name contains the id and start time of the process that started all ranks, so no
+other job uses it. Rank 0 writes the name of the ranks' store into the file. It removes the file
+when all ranks have opened the store, before any of them continues, so no rank finds an old store.
 Ranks on several hosts need MASTER_ADDR and MASTER_PORT.
 
 Runs on the thread that creates the group, and waits. Read next: ``cluster.py``.

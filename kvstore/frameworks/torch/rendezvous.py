@@ -1,6 +1,6 @@
-"""The store in which ranks meet that torchrun, mpiexec or srun has started.
+"""The store where ranks started by torchrun, mpiexec or srun meet.
 
-It is opened once in a process, and lives as long as it: rank 0 may serve it.
+A process opens it once and keeps it until it ends, because rank 0 may serve it.
 """
 
 from __future__ import annotations

@@ -62,15 +62,15 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             optimizer of ``kvstore.optimizer``.
         lr: the learning rate; None: the optimizer's own default.
         average: divide sums of gradients by the number of workers (not in ``dist_async``).
-        sparse: names of embeddings whose gradients are sparse; a module's own are found.
-        overlap: whether gradients leave during ``backward``. If not, they do in ``step``.
-        bucket_bytes: how many bytes of gradients travel in one call.
+        sparse: names of embeddings with sparse gradients; those of a module are found without it.
+        overlap: whether gradients are sent during ``backward``; if not, ``step`` sends them.
+        bucket_bytes: how many bytes of gradients are sent in one call.
         backward_passes_per_step: how many passes add up to the gradients of a step.
         numbers: further numbers of the optimizer, such as ``betas`` or ``weight_decay``.
 
     Raises:
         UsageError: the store is in use, or the ranks have different parameters or optimizers.
-        ArgumentTypeError, ArgumentValueError: an argument does not fit.
+        ArgumentTypeError, ArgumentValueError: an argument is invalid.
     """
 
     #: With this, GradScaler always calls ``step``, which raises an error for it.
@@ -119,7 +119,7 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait until the new weights are in the parameters; return ``closure()``.
 
-        All workers of a synchronous store must call it equally often.
+        All workers of a synchronous store must call it the same number of times.
 
         Raises:
             UsageError: numbers of ``param_groups`` have changed since ``backward``, or a

@@ -122,7 +122,7 @@ def rule_for(optimizer: str | Optimizer, numbers: Numbers) -> ServerRule:
     Names that PyTorch lacks are those of ``kvstore.optimizer``, with its numbers.
 
     Raises:
-        ArgumentTypeError: ``optimizer`` is neither, or has no numbers of its own to change.
+        ArgumentTypeError: ``optimizer`` is neither, or its numbers cannot be changed.
         ArgumentValueError: a number is unknown; the text lists the known ones.
     """
     if isinstance(optimizer, str) and optimizer.lower() in _RULES:

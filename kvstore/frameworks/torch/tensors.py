@@ -1,8 +1,8 @@
 """Tensors as NumPy arrays in the same memory, and PyTorch's operations by name.
 
-The only tensors here are on the CPU, and dense but for ``sparse_sum``. bfloat16 becomes NumPy's
-``ml_dtypes.bfloat16``; other dtypes that NumPy lacks (float8) become bytes, which can be moved and
-not added. Pure.
+All tensors here are on the CPU, and all except those of ``sparse_sum`` are dense. bfloat16 becomes
+NumPy's ``ml_dtypes.bfloat16``; other dtypes that NumPy lacks (float8) become bytes, which can be
+sent but not added. Pure.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def array_of(tensor: torch.Tensor) -> Array:
         dtype = np.dtype(np.uint8)
     if dtype is None:
         raise ArgumentTypeError(
-            f"a tensor of {tensor.dtype} cannot travel; convert it, such as "
+            f"a tensor of {tensor.dtype} cannot be sent; convert it, such as "
             "tensor.to(torch.float32)"
         )
-    # Detaching is slow, and needed for subclasses only: some wait for their values there.
+    # Detaching is slow, so do it only for subclasses: some of them wait for their values there.
     plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
     return array_in(tensor if plain else tensor.detach(), dtype)
 
@@ -202,7 +202,7 @@ def fill_rows(targets: Sequence[Array], values: Sequence[Array]) -> None:
         target[...] = value.view(target.dtype).reshape(target.shape)
 
 
-# -- what can be taken ---------------------------------------------------------------------------
+# -- checks --------------------------------------------------------------------------------------
 
 
 def _check(tensor: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """``KVStoreWork``: the result of a collective call, and threads for its futures.
 
-PyTorch's own class around a future reports a failed call as done, and has no timeout. This one
-raises the call's error from ``wait`` and keeps timeouts. Results are in the caller's tensors when
-the call is *finished*: by the thread that waits, or by a thread of ``Completions`` for
+PyTorch's own class around a future reports a failed call as done, and has no timeout. In this one,
+``wait`` raises the call's error and obeys the timeout. Results are in the caller's tensors once the
+call is *finished*. The thread that waits finishes it, or a thread of ``Completions`` for
 ``get_future``, which DistributedDataParallel uses.
 
 Callbacks of a PyTorch future may wait for further calls, as the hook of PowerSGD does. So each

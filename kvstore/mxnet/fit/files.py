@@ -1,10 +1,10 @@
 """Save and load model parameters: ``PREFIX-0003.params`` after the third epoch.
 
-Reads and writes files of named arrays (``checkpoint/safetensors.py``), whose names are ``arg:NAME``
-for parameters and ``aux:NAME`` for what is not trained, as in the files of the original. The
-network itself is Python code and is not saved. Next to the parameters lies ``PREFIX-0003.states``
-with what the optimizer keeps, where there was a store to ask for it. Any thread may call. Read
-next: ``mxnet/model.py``, whose methods ``save`` and ``load`` these are.
+The files contain named arrays (``checkpoint/safetensors.py``): ``arg:NAME`` for parameters and
+``aux:NAME`` for values that are not trained, as in the files of the original. The network itself is
+Python code and is not saved. If there was a store, ``PREFIX-0003.states`` beside the parameters has
+the optimizer's states. Any thread may call. Read next: ``mxnet/model.py``, whose methods ``save``
+and ``load`` use this.
 
 Source of names: ``save_checkpoint`` and ``load_checkpoint`` in python/mxnet/model.py.
 """
@@ -29,7 +29,7 @@ Prefix = str | os.PathLike[str]
 _KIND = "kvstore.model"
 _STATES = "kvstore.states"
 _DIGEST = "kvstore.states.digest"
-"""Of the states that were saved with the parameters. Files of earlier versions lack it."""
+"""The digest of the states saved with the parameters. Files of earlier versions lack it."""
 
 
 class SavedModel(NamedTuple):
@@ -40,7 +40,7 @@ class SavedModel(NamedTuple):
     has_states: bool
     """Whether the optimizer's states were saved with it, next to it."""
     digest: str | None
-    """A digest of those states; None if the file does not have it."""
+    """A digest of those states; None if the file has no digest."""
 
 
 def params_path(prefix: Prefix, epoch: int) -> Path:
@@ -49,7 +49,7 @@ def params_path(prefix: Prefix, epoch: int) -> Path:
 
 
 def states_path(prefix: Prefix, epoch: int) -> Path:
-    """Return the path of the optimizer's states of the same moment."""
+    """Return the path of the optimizer's states after ``epoch`` epochs."""
     return Path(f"{_stem(prefix, epoch)}.states")
 
 
@@ -70,11 +70,12 @@ def save_checkpoint(
     *,
     has_states: bool = False,
 ) -> None:
-    """Write the parameters to ``PREFIX-0003.params`` for ``epoch`` 3, at once.
+    """Write the parameters to ``PREFIX-0003.params``, for ``epoch`` 3.
 
-    Arrays of any dtype that a store holds, on the host; they are only read. ``symbol`` is
-    accepted for MXNet's sake: the network is code and is not saved. Raises ``CheckpointError``.
-    With ``has_states``, those that lie next to it by now belong to the parameters.
+    The arrays are on the host, have any dtype that a store can hold, and are only read. ``symbol``
+    is accepted for compatibility with MXNet: the network is code and is not saved. With
+    ``has_states``, the file of states already exists and belongs to these parameters. Raises
+    ``CheckpointError``.
     """
     arrays = {f"arg:{name}": np.asarray(value) for name, value in arg_params.items()}
     arrays.update({f"aux:{name}": np.asarray(value) for name, value in (aux_params or {}).items()})
@@ -134,9 +135,9 @@ def _digest_of(path: Path) -> str | None:
 def load_checkpoint(
     prefix: Prefix, epoch: int
 ) -> tuple[None, dict[str, HostArray], dict[str, HostArray]]:
-    """Return ``(None, arg_params, aux_params)``; MXNet has its symbol for None.
+    """Return ``(None, arg_params, aux_params)``.
 
-    Raises ``CheckpointError``.
+    MXNet returns its symbol instead of None. Raises ``CheckpointError``.
     """
     saved = load_model(prefix, epoch)
     return None, saved.arg_params, saved.aux_params

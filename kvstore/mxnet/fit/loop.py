@@ -1,10 +1,9 @@
 """The training loop of ``FeedForward``: devices, epochs, batches, evaluation.
 
-``Replica`` is one device with its own copy of the parameters, ``Training`` runs epochs over
-several of them, ``Evaluation`` fills metrics. Devices
-compute on the pool that they are given; stores and callbacks are only called from the caller's
-thread. Nothing here knows of files. Read next: ``store.py`` for what a store does in it,
-``mxnet/model.py``, which puts all together.
+``Replica`` is one device with its own copy of the parameters, ``Training`` runs epochs over several
+replicas, and ``Evaluation`` updates metrics. Devices compute on threads of a given pool; stores and
+callbacks are called only on the caller's thread. Nothing here uses files. Read next: ``store.py``,
+for what the store does, and ``mxnet/model.py``, which combines everything.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class DeviceResult(NamedTuple):
 class Replica:
     """One device: its share of every batch and its own copy of the parameters.
 
-    ``compute`` and ``predict`` may run on any one thread at a time.
+    ``compute`` and ``predict`` may run on any thread, but on only one at a time.
     """
 
     def __init__(
@@ -70,11 +69,11 @@ class Replica:
         self.set_aux(aux)
 
     def set_aux(self, aux: dict[str, HostArray]) -> None:
-        """Replace the arrays that are not trained by copies of these."""
+        """Replace the untrained arrays by copies of these."""
         self._aux = self._to_device(aux)
 
     def compute(self, batch: Data, wants_predictions: bool) -> DeviceResult:
-        """Return loss sum, right answers and gradients of this device's share of a batch."""
+        """Return loss sum, number of right answers and gradients of this device's share."""
         with self._adapter.on(self._context):
             x, y = (self._adapter.to_context(part[self._part], self._context) for part in batch)
             predictions = None
@@ -96,7 +95,7 @@ class Replica:
         return self._copies(self.params)
 
     def aux_to_host(self) -> dict[str, HostArray]:
-        """Return new NumPy arrays with what is not trained."""
+        """Return new NumPy arrays with the untrained values."""
         return self._copies(self._aux)
 
     def _predict(self, x: Array) -> Array:
@@ -125,13 +124,13 @@ class Training:
     ) -> None:
         self._updates = updates
         self._replicas = replicas
-        # One device computes on the caller's thread: a hand-over would only cost time.
+        # One device computes on the caller's thread: another thread would only cost time.
         self._map: Callable[..., Iterator[Any]] = pool.map if len(replicas) > 1 else map
         self._names = list(replicas[0].params)
         self._weights = [[replica.params[name] for replica in replicas] for name in self._names]
 
     def start(self, params: dict[str, HostArray]) -> None:
-        """Set every device's values to the first values of rank 0."""
+        """Set the values of every device to rank 0's initial values."""
         self._updates.start(self._names, [params[name] for name in self._names], self._weights)
 
     def run_epoch(
@@ -167,7 +166,7 @@ class Training:
         return progress
 
     def gather(self) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
-        """Return the parameters, and the other arrays after averaging them over devices."""
+        """Return the parameters, and the untrained arrays averaged over the devices."""
         first = self._replicas[0]
         aux = first.aux_to_host()
         if len(self._replicas) > 1 and aux:
@@ -183,7 +182,7 @@ class Training:
         self._updates.finish(self._names, self._weights)
 
     def _step(self, batch: Data, wants_predictions: bool) -> BatchResult:
-        """Compute gradients on all devices, then make one round for the whole model."""
+        """Compute gradients on all devices, then update the whole model in one round."""
         count = len(self._replicas)
         results: list[DeviceResult] = list(
             self._map(Replica.compute, self._replicas, [batch] * count, [wants_predictions] * count)
@@ -211,9 +210,9 @@ class Training:
 class Samples:
     """The data of an evaluation: arrays, or an iterator.
 
-    An iterator gives batches with MXNet's ``data``, ``label`` and ``pad``; samples that only
-    fill a batch are left out. ``num_batches`` is how many come, at most ``limit``; 0 where an
-    iterator does not say.
+    An iterator returns batches with MXNet's ``data``, ``label`` and ``pad``; samples that only fill
+    a batch are left out. ``num_batches`` is the number of batches, at most ``limit``; it is 0 if
+    an iterator does not tell it.
     """
 
     def __init__(
@@ -238,7 +237,7 @@ class Samples:
         self.num_batches = self._count()
 
     def batches(self) -> Iterator[tuple[HostArray, HostArray | None]]:
-        """Yield samples and, where there are some, their labels."""
+        """Yield samples and their labels, or None if there are no labels."""
         if self._iterator is None:
             yield from itertools.islice(self._slices(), self._limit)
             return
@@ -252,7 +251,7 @@ class Samples:
             yield on_host(batch.data)[0][kept], labels[0] if labels else None
 
     def _slices(self) -> Iterator[tuple[HostArray, HostArray | None]]:
-        # At least one, so that no samples give a result of no rows and the right columns.
+        # Yield at least one slice, so that empty data gives a result with the right columns.
         for at in range(0, max(len(self._x), 1), self._batch_size):
             part = slice(at, at + self._batch_size)
             yield self._x[part], None if self._y is None else self._y[part]
@@ -275,7 +274,7 @@ class Evaluation:
         self._callbacks = callbacks
 
     def run(self, replica: Replica, samples: Samples, progress: Progress) -> tuple[Progress, float]:
-        """Train, and return the last batch's progress and the accuracy."""
+        """Evaluate; return the last batch's progress and the accuracy."""
         accuracy = Accuracy()
         self.metric.reset()
         progress = replace(progress, nbatch=0, num_batches=samples.num_batches)
@@ -291,7 +290,7 @@ class Evaluation:
     def end_epoch(
         self, replica: Replica, samples: Samples, progress: Progress, callbacks: Callbacks
     ) -> Progress:
-        """Evaluate at an epoch's end, and return the progress with the results."""
+        """Evaluate at the end of an epoch; return the progress with the results."""
         last, accuracy = self.run(replica, samples, progress)
         call(callbacks, last)
         values = tuple(self.metric.get_global_name_value())
@@ -326,16 +325,14 @@ def is_iterator(x: object) -> bool:
 
 
 def checked_pair(x: Any, y: Any) -> Data:
-    """Return samples and labels as arrays; an iterator brings both."""
+    """Return samples and labels as arrays; an iterator has both."""
     return checked_data(*x.sources()) if isinstance(x, NDArrayIter) else checked_data(x, y)
 
 
 def checked_eval_data(data: Any) -> tuple[Any, Any]:
     """Return ``eval_data`` (a pair or an iterator), checked; None stays None.
 
-    Other iterators are returned unchanged.
-
-    Raises ``UsageError``.
+    Other iterators are returned unchanged. Raises ``UsageError``.
     """
     if isinstance(data, tuple | list) and len(data) == 2 and is_iterator(data[0]):
         data = data[0]  # MXNet takes an iterator in a pair too

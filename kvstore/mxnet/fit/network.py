@@ -1,10 +1,10 @@
 """The parts of ``FeedForward`` that need no store: protocols, slices, progress.
 
-Pure functions and plain values; no store, no thread, no clock, no array library but NumPy, and
-that only for indices on the host. Any thread may call. ``plan_epochs`` is the heart of it: it
-turns what every worker knows about its data into a number of batches that is the same on all of
-them, since one worker with a batch more than the others would wait for them without end in a
-synchronous job. Read next: ``mxnet/model.py``, which runs the loop.
+Pure functions and plain values, without store, threads or clock. NumPy is the only array library,
+and is used only for indices on the host. Any thread may call. The most important function is
+``plan_epochs``: from the data of all workers it computes a number of batches that is the same on
+all of them, because in a synchronous job a worker with one batch more would wait forever. Read
+next: ``mxnet/model.py``, which runs the loop.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ HostArray = NDArray[Any]
 
 
 class Network(Protocol):
-    """A model that ``FeedForward`` can train: it computes and owns nothing.
+    """A model that ``FeedForward`` can train: it computes, and keeps no state.
 
-    All arrays of one call live on one device and belong to one library, NumPy or CuPy; results
-    belong to the same. Parameters are named arrays that are never changed here. Several device
-    threads call one object at the same time, so it keeps no state between calls.
-    ``examples/image_classification/mlp.py`` is a complete one.
+    All arrays of one call are on one device and of one library, NumPy or CuPy; so are the results.
+    A network never changes its parameters, which are named arrays. Several device threads may call
+    one object at the same time. A complete example is ``examples/image_classification/mlp.py``.
     """
 
     def init_params(
@@ -47,11 +46,9 @@ class Network(Protocol):
     ) -> tuple[float, int, Mapping[str, Array]]:
         """Return the loss, the number of right answers, and the gradients.
 
-        Loss and gradients are sums over the samples. There is one new gradient for each
-        parameter, of its shape and dtype.
-
-        ``x`` is (n, *input_shape), ``y`` (n,) int64. A sum and not a mean, so that sums of
-        devices and workers can be added; ``rescale_grad`` of the optimizer divides once.
+        ``x`` is (n, *input_shape), ``y`` (n,) int64. There is one new gradient for each parameter,
+        of its shape and dtype. Loss and gradients are sums over the samples, not means, so they can
+        be added over devices and workers; the optimizer's ``rescale_grad`` divides once.
         """
 
     def predict(self, params: Mapping[str, Array], x: Array) -> Array:
@@ -59,11 +56,11 @@ class Network(Protocol):
 
 
 class StatefulNetwork(Protocol):
-    """A network that also has arrays which are not trained, such as running means.
+    """A network that also has untrained arrays, such as running means.
 
-    As ``Network``, with one more argument: ``aux``, which belongs to the device and which
-    ``loss_and_gradients`` changes in place. At the end of each epoch the devices of a worker
-    go on from the mean of theirs; workers keep their own, and rank 0's are saved.
+    Its methods have one more argument than those of ``Network``: ``aux``, the device's own arrays,
+    which ``loss_and_gradients`` changes in place. At the end of each epoch, the devices of a worker
+    continue with the mean of their arrays. Each worker keeps its own; rank 0's are saved.
     """
 
     def init_params(
@@ -84,7 +81,7 @@ class StatefulNetwork(Protocol):
 
 
 class Initializer(Protocol):
-    """Makes the first value of a parameter, instead of ``Network.init_params``'s own."""
+    """Makes the initial value of a parameter, instead of ``Network.init_params``."""
 
     def __call__(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> HostArray:
         """Return an array of ``shape``; it is cast to the dtype that the network chose."""
@@ -94,8 +91,8 @@ class Initializer(Protocol):
 class Progress:
     """The progress of a fit on this worker, passed to its callbacks.
 
-    ``loss`` and ``accuracy`` are means over the epoch's batches so far, each taken before the
-    batch's own update. ``nbatch`` counts the finished batches of the epoch, from 1.
+    ``loss`` and ``accuracy`` are means over the epoch's batches so far, each computed before the
+    update with that batch. ``nbatch`` counts the finished batches of the epoch, from 1.
     """
 
     epoch: int
@@ -107,8 +104,8 @@ class Progress:
     eval_accuracy: float | None = None
     """On ``eval_data``; only at the end of an epoch."""
     eval_metric: EvalMetric | None = None
-    """What was asked for as ``eval_metric``, over the epoch's batches so far; in the callbacks
-    of the evaluation, over ``eval_data``."""
+    """The ``eval_metric`` of ``fit`` over the epoch's batches so far; in callbacks of the
+    evaluation, over ``eval_data``."""
     validation: tuple[tuple[str, float], ...] = ()
     """Names and values of the metrics on ``eval_data``; only at the end of an epoch."""
 
@@ -132,11 +129,11 @@ class EpochPlan(NamedTuple):
 
 
 def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[slice]:
-    """Cut a batch into one run of samples per device, in proportion to the loads.
+    """Cut a batch into one slice for each device, in proportion to the loads.
 
-    Device i gets round(load_i * batch_size / sum) samples, halves to the even number; the last
-    one also gets what is then missing, and slices end at ``batch_size``. Raises ``UsageError``
-    when a device would get none. Source of the rule: ``_split_input_slice`` in
+    Device i gets round(load_i * batch_size / sum) samples (halves are rounded to even). The last
+    device also gets the samples that are left, and slices end at ``batch_size``. Raises
+    ``UsageError`` if a device would get no sample. Source of the rule: ``_split_input_slice`` in
     python/mxnet/executor_manager.py of the original.
     """
     if not work_load_list or not all(load > 0 and math.isfinite(load) for load in work_load_list):
@@ -171,10 +168,10 @@ def plan_epochs(
 ) -> tuple[EpochPlan, str | None]:
     """Return worker ``rank``'s plan, and a warning, from all workers' data.
 
-    ``described`` is (num_workers, 3), a row of ``describe_data`` each. With ``sharded_here``
-    all must hold the same data and each visits its shard of it; else each visits all of its
-    own, and those with fewer batches than the longest begin again. Raises ``UsageError`` on
-    every worker alike when the data differ that should not.
+    ``described`` is (num_workers, 3), with a row of ``describe_data`` for each worker. With
+    ``sharded_here``, all must have the same data, and each visits its shard of it; if they differ,
+    every worker raises the same ``UsageError``. Without it, each visits all of its own data, and
+    workers with fewer batches than the longest start again.
     """
     num_workers = len(described)
     num_samples, batch_sizes, digests = described.T
@@ -212,10 +209,10 @@ def is_synchronous(store_type: str) -> bool:
 
 
 def rescale_grad(store_type: str, batch_size: int, num_workers: int) -> float:
-    """Return the factor that makes the sum that an update sees a mean over samples.
+    """Return the factor that turns the sum of an update into a mean over its samples.
 
-    A synchronous update sees all workers' batches, any other one batch. Source: ``fit`` in
-    python/mxnet/model.py of the original.
+    A synchronous update uses the batches of all workers, any other update one batch. Source:
+    ``fit`` in python/mxnet/model.py of the original.
     """
     return 1.0 / (batch_size * num_workers if is_synchronous(store_type) else batch_size)
 
@@ -223,8 +220,8 @@ def rescale_grad(store_type: str, batch_size: int, num_workers: int) -> float:
 def checked_data(x: object, y: object) -> tuple[HostArray, NDArray[np.int64]]:
     """Return samples and labels as NumPy arrays; raise an error for unusable ones.
 
-    No copy is made of what already fits: ``x`` any array of at least one sample, ``y`` one
-    integer for each; whole numbers of a float dtype, MXNet's convention, become integers.
+    ``x`` is any array with at least one sample, ``y`` has one integer for each. Arrays that already
+    fit are not copied. Float labels that are whole numbers, as MXNet has them, become integers.
     """
     if y is None:
         raise UsageError("labels are missing; pass y with one integer for each sample")
@@ -246,7 +243,7 @@ def checked_data(x: object, y: object) -> tuple[HostArray, NDArray[np.int64]]:
 
 def _check_whole(labels: HostArray) -> None:
     """Raise ``ArgumentTypeError`` unless these floats are integers, to the last bit."""
-    # NaN is unequal to itself, and beyond 2**53 a float no longer tells neighbours apart.
+    # NaN is unequal to itself, and above 2**53 a float64 cannot hold every integer.
     with np.errstate(over="ignore"):  # of a long double beyond float64
         magnitudes = np.abs(labels.astype(np.float64))
     wrong = (labels != np.trunc(labels)) | ~(magnitudes <= 2.0**53)
@@ -259,7 +256,7 @@ def _check_whole(labels: HostArray) -> None:
 
 
 def check_network(network: object) -> None:
-    """Raise ``ArgumentTypeError`` unless this offers what ``Network`` asks for."""
+    """Raise ``ArgumentTypeError`` unless this object has the methods of ``Network``."""
     needed = ("init_params", "loss_and_gradients", "predict")
     absent = [name for name in needed if not callable(getattr(network, name, None))]
     if isinstance(network, type):
@@ -282,11 +279,11 @@ START = (
     "resumed from saved states (1) or not (0)",
     "seed",
 )
-"""What the workers of a job must have in common to visit the same batches, besides the data."""
+"""What must be equal on all workers, besides the data, so that they visit the same batches."""
 
 
 def check_same_start(starts: NDArray[np.int64]) -> None:
-    """Raise ``UsageError``, on every worker alike, unless all train the same epochs.
+    """Raise the same ``UsageError`` on every worker unless all train the same epochs.
 
     ``starts`` is (num_workers, len(START)).
     """
@@ -327,7 +324,7 @@ def initial_aux(
     given: Mapping[str, HostArray] | None,
     allow_extra: bool = False,
 ) -> dict[str, HostArray]:
-    """Return new arrays of what the network keeps besides its parameters.
+    """Return new arrays of the network's untrained values.
 
     Most networks have none.
     """
@@ -343,7 +340,7 @@ def has_aux(network: Any) -> bool:
 def taken_over(
     what: str, made: dict[str, HostArray], given: Mapping[str, HostArray] | None, allow_extra: bool
 ) -> dict[str, HostArray]:
-    """Return ``made`` with the given values in place, cast to the same dtypes."""
+    """Return ``made`` with the given values instead of its own, cast to its dtypes."""
     unknown = sorted(set(given or {}) - set(made))
     if unknown and not allow_extra:
         raise UsageError(
@@ -357,7 +354,7 @@ def taken_over(
 
 
 def fitting_value(name: str, value: HostArray, own: HostArray) -> HostArray:
-    """Return a copy of ``value`` in the dtype of ``own``, whose shape it must have."""
+    """Return a copy of ``value`` in the dtype of ``own``; the shapes must be equal."""
     if np.shape(value) != own.shape:
         raise UsageError(
             f"the value for {name} must have the network's shape {own.shape}, got {np.shape(value)}"

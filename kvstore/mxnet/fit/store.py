@@ -1,9 +1,9 @@
-"""The store of a fit: workers agree on their inputs, gradients become updates.
+"""The store of a fit: workers agree on their inputs, and gradients become updates.
 
-``agree`` lets the workers compare what they hold before anybody can wait for a batch that never
-comes. ``OnStore`` and ``Here`` are the two places where an update can happen: on the store, or
-in every worker when the store can only add. All of it is called from one thread, the caller's.
-Read next: ``loop.py``, the loop that uses them.
+``agree`` compares the workers' data first, so that no worker waits for a batch that never comes.
+``OnStore`` and ``Here`` are the two places where an update can happen: on the store, or in every
+worker if the store can only add. Everything runs on the caller's thread. Read next: ``loop.py``,
+which uses them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Weights = list[list[Array]]
 """The copies of each parameter: one for each device."""
 
 DATA_KEY = "__data_of_workers"
-"""Under this key the workers of a synchronous job compare their data before they start."""
+"""The key under which the workers of a synchronous job compare their data at the start."""
 
 LARGE_ELEMENTS = 16 * 1024 * 1024
-"""With an array of more elements, a ``local`` store only adds (``create_kvstore``)."""
+"""If an array has more elements than this, a ``local`` store only adds (``create_kvstore``)."""
 
 
 class OnStore:
-    """A store of this package updates: one round trip moves the whole model.
+    """The store of this package updates: one round trip exchanges the whole model.
 
-    ``store`` is where gradients go, ``states`` the store that has the optimizer's states.
+    ``store`` receives the gradients; ``states`` is the store with the optimizer's states.
     """
 
     def __init__(self, store: KVStore, optimizer: Optimizer) -> None:
@@ -57,7 +57,7 @@ class OnStore:
         self.store.pull(names, out=weights)
 
     def step(self, names: list[str], gradients: Weights, weights: Weights) -> None:
-        """Add the gradients up, update once, and put the new values into ``weights``."""
+        """Add up the gradients, update once, and write the new values into ``weights``."""
         self.store.pushpull(names, gradients, out=weights)
 
     def finish(self, names: list[str], weights: Weights) -> None:
@@ -67,12 +67,10 @@ class OnStore:
 
 
 class Here:
-    """Updates in the worker: the store only adds, as plug-ins do.
+    """The worker updates; the store only adds, as plug-ins do.
 
-    Each worker updates its own, equal copy of the weights.
-
-    All calls to the store name one key, which is all that a plug-in must know. Otherwise as
-    ``OnStore``.
+    Each worker updates its own copy of the weights, and all copies stay equal. Each call to the
+    store has only one key, because a plug-in need not accept lists. Otherwise as ``OnStore``.
     """
 
     def __init__(self, store: KVStoreBase, optimizer: Optimizer) -> None:
@@ -95,7 +93,7 @@ class Here:
 
 
 Updates = OnStore | Here
-"""Where gradients of all devices and workers become new weights."""
+"""The place where gradients of all devices and workers become new weights."""
 
 
 def check_store(kvstore: object) -> None:
@@ -146,7 +144,7 @@ def exchange(store: KVStoreBase, mine: NDArray[np.int64]) -> NDArray[np.int64]:
 
 @contextmanager
 def new_keys() -> Iterator[None]:
-    """Says what it means for a fit that a key exists already."""
+    """Explain the error of a key that exists already in terms of a fit."""
     try:
         yield
     except DuplicateKeyError as error:
@@ -165,7 +163,7 @@ def agree(
 ) -> EpochPlan:
     """Agree on this worker's samples; a synchronous job compares all workers first.
 
-    ``described`` is of ``describe_data``, ``start`` a row for ``check_same_start``.
+    ``described`` comes from ``describe_data``; ``start`` is a row for ``check_same_start``.
     Asynchronous workers never wait for each other's batches, so they need not agree.
     """
     rank, num_workers = store.rank, store.num_workers
@@ -184,7 +182,7 @@ def agree(
 def adds_all_workers(store: KVStoreBase) -> bool:
     """Return whether an update uses the gradients of all workers.
 
-    It does with every plug-in.
+    This is true of every plug-in.
     """
     return not isinstance(store, KVStore) or is_synchronous(store.type)
 
@@ -194,9 +192,9 @@ def create_kvstore(
 ) -> tuple[KVStoreBase | None, bool]:
     """Return the store to train with (or None), and whether it should update.
 
-    As the original's function of this name: one device needs no store in one process, and a
-    ``local`` one with an array of over 16 Mi elements only adds. ``FeedForward`` itself always
-    takes a store. Raises ``ArgumentTypeError``.
+    It follows the original's function of this name: one device in one process needs no store, and a
+    ``local`` store with an array of more than 16 Mi elements only adds. ``FeedForward`` itself
+    always uses a store. Raises ``ArgumentTypeError``.
     """
     if kvstore is None:
         return None, False

@@ -22,7 +22,7 @@ from kvstore.mxnet.gluon.trainer import Trainer
 __all__ = ["Parameter", "Trainer", "metric", "utils"]
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
 
     def __getattr__(name):
         raise missing("kvstore.gluon", name, __all__)

@@ -1,9 +1,9 @@
 """The optimizer of a ``Trainer``, and the check that workers agree.
 
 Before each step, each worker describes it in a row of a small table: batch size, parameters and so
-on. The table is exchanged through a separate store that only adds, so every worker gets all rows.
-If rows differ, all workers raise the same error before a gradient is sent, so no worker waits for
-another one that does something else. This costs each step one round trip of some bytes. Called
+on. The workers exchange the table through a separate store that only adds, so every worker gets all
+rows. If rows differ, all workers raise the same error before any gradient is sent, so no worker
+waits for one that does something else. This costs each step one round trip of a few bytes. Called
 from the trainer's thread.
 
 The ``lr_mult`` or ``wd_mult`` of a ``Parameter`` may be changed at any time, for example to freeze
@@ -40,7 +40,7 @@ Table = np.ndarray[Any, np.dtype[np.float64]]
 _KEY = "what the workers do"
 _TEXTS = "what the workers have"
 MAX_TEXT_BYTES = 1024 * 1024
-"""The most text that a worker shows to the others."""
+"""The maximum length of the text that a worker shows to the others."""
 
 
 class Plan(NamedTuple):
@@ -63,8 +63,8 @@ class Agreement:
     def __init__(self, store: DistKVStore) -> None:
         from kvstore.stores.dist.store import create_dist
 
-        # On the same node, so it has the same workers. The user's store cannot exchange the
-        # numbers: it may have an optimizer, and its keys are the user's.
+        # It uses the same node, so it has the same workers. The user's store cannot exchange the
+        # numbers: it may have an optimizer, and its keys belong to the user.
         self._store = create_dist("dist_sync", "dist_sync", node=store.node)
         table = self._table()
         self._store.broadcast(_KEY, table, out=table)
@@ -233,7 +233,7 @@ class Factors:
         return self._present() != self._known
 
     def changes(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's parameters to replace to apply the present factors."""
+        """Return the optimizer's parameters to replace, so that the current factors apply."""
         known, self._known = self._known, self._present()
         self.fingerprint = fingerprint(self._known)
         changed: dict[str, Any] = {}

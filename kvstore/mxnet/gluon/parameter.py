@@ -28,16 +28,16 @@ class Parameter:
     """A trained array and its gradient, each an array or one for each device.
 
     ``data`` is any array that the stores can write to (NumPy, CuPy, PyTorch, ``mx.nd``); all
-    copies have one shape and dtype. ``grad`` may be set at any time, also to None: then there
-    is no gradient in the next step. Neither is copied: both stay the caller's, ``Trainer`` writes
-    new values into ``data`` and, where it sums gradients in place, sums into ``grad``.
+    copies have one shape and dtype. You may set ``grad`` at any time; None means that there is no
+    gradient in the next step. Neither is copied. ``Trainer`` writes new values into ``data`` and,
+    if it sums gradients in place, the sums into ``grad``.
 
-    ``lr_mult`` and ``wd_mult`` are factors for the optimizer's learning rate and decay; when they
-    are set, they count from the next step on. ``grad_req="null"`` keeps the parameter unchanged;
-    ``"write"`` and ``"add"`` mean the same here, since the code that computes the gradients writes
-    them. Source: ``Parameter`` of MXNet's Gluon, whose ``data()`` and ``grad()`` are calls.
+    ``lr_mult`` and ``wd_mult`` are factors for the optimizer's learning rate and decay; new values
+    apply from the next step. ``grad_req="null"`` keeps the parameter unchanged; ``"write"`` and
+    ``"add"`` mean the same here, since the code that computes the gradients writes them. Source:
+    ``Parameter`` of MXNet's Gluon, where ``data()`` and ``grad()`` are calls.
 
-    Raises ``ArgumentTypeError`` for what is not an array or cannot be stored, and
+    Raises ``ArgumentTypeError`` for a value that is not an array or cannot be stored, and
     ``ArgumentValueError`` for unequal copies or an unknown ``grad_req``.
     """
 
@@ -83,7 +83,7 @@ class Parameter:
 
     @property
     def data(self) -> Any:
-        """The array or the list of arrays, as it was given."""
+        """The given array or list of arrays."""
         return self._data
 
     @property
@@ -126,10 +126,10 @@ class Parameter:
     def set_data(self, data: Array) -> None:
         """Write new values into the array on every device, in place.
 
-        ``data`` is an array of the same shape, of any library, that is only read. If the store of
-        a ``Trainer`` updates in one process, it uses the new values from the next step on and keeps
-        states and counts; with servers that step raises ``UsageError``. Raises
-        ``ValueMismatchError`` for another shape and ``ArgumentTypeError`` for other objects.
+        ``data`` is an array of the same shape, of any library; it is only read. If a ``Trainer``
+        updates on a store of one process, the next step uses the new values and keeps states and
+        counts; with servers, the next step raises ``UsageError``. Raises ``ValueMismatchError`` for
+        another shape and ``ArgumentTypeError`` for other objects.
         """
         found = spec_of(data)
         if found.shape != self._spec.shape:
@@ -167,8 +167,8 @@ def collect(params: object) -> dict[Key, Parameter]:
 
     ``params`` is a mapping of names (used in the order of the names) or an iterable of
     parameters or of pairs (name, parameter), used in its order. Keys are the names if all
-    parameters have one, else the numbers 0, 1, ... An array that is given twice (tied weights)
-    is one parameter, under its first name.
+    parameters have one, else the numbers 0, 1, and so on. An array that is given twice (tied
+    weights) is one parameter, under its first name.
 
     Raises ``ArgumentTypeError`` and ``ArgumentValueError``.
     """

@@ -1,9 +1,9 @@
 """``Trainer``: update weights over any store, as in MXNet's Gluon.
 
-A trainer does not know the network and computes no gradients; the script's backward pass leaves
-them in the parameters. Its first use decides where updates happen: on the store, or here by an
-``Updater`` for each device (``trainer_store.py``). One thread may use a trainer; it starts no
-threads, and blocks as the store's calls do. Read next: ``parameter.py``, then
+A trainer does not know the network and computes no gradients; the script's backward pass writes
+them to the parameters. The first use of the trainer decides where updates happen: on the store, or
+here with an ``Updater`` for each device (``trainer_store.py``). One thread may use a trainer; it
+starts no threads, and blocks when the store's calls do. Read next: ``parameter.py``, then
 ``trainer_store.py``. Source of the calls: ``python/mxnet/gluon/trainer.py`` of MXNet 1.9.1.
 """
 
@@ -72,9 +72,9 @@ class Trainer:
     samples; PyTorch's losses are means by default. None is ``"sum"``, as in MXNet, and logs once
     what that means for tensors of PyTorch.
 
-    Parameters and gradients stay the caller's; they are read and written only during calls.
-    New weights are written in place; autograd does not record this. The first call that needs the
-    store sets all parameters, also frozen ones, to worker 0's values (``broadcast_parameters``).
+    The trainer reads and writes parameters and gradients only during calls. It writes new weights
+    in place; autograd does not record this. The first call that needs the store sets all
+    parameters, including frozen ones, to worker 0's values (``broadcast_parameters``).
 
     Raises ``ArgumentTypeError``, ``ArgumentValueError`` (a ``ValueError``; also for
     combinations that are impossible) and what ``optimizer.create`` raises.
@@ -149,20 +149,18 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate; with a schedule, that of the last update.
+        """The learning rate; with a schedule, that of this trainer's last update.
 
-        The update is this trainer's last one.
-
-        Raises ``OptimizerParameterError`` for an optimizer that has none.
+        Raises ``OptimizerParameterError`` for an optimizer without a learning rate.
         """
         return self._optimizer.rate(max(self._num_updates, 1))
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate from the next step on; states and counts stay.
 
-        The store's optimizer changes too, unlike MXNet's. All workers call it before the same
-        step; in a synchronous store, a step in which they do not agree raises
-        ``OptimizerMismatch`` on all of them. Raises ``UsageError`` when a schedule is set, and
+        Unlike in MXNet, the store's optimizer changes too. All workers call this before the same
+        step. If their rates differ in a step of a synchronous store, that step raises
+        ``OptimizerMismatch`` on all of them. Raises ``UsageError`` if there is a schedule, and
         ``OptimizerParameterError``.
         """
         if self._optimizer.lr_scheduler is not None:
@@ -187,10 +185,8 @@ class Trainer:
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Add gradients over devices and workers, scale them, and update once.
 
-        They are divided by ``batch_size``.
-
-        With ``reduction="sum"``, gradients are divided by ``batch_size`` only; as in MXNet, not
-        by the number of workers. For the mean over all workers' samples, pass
+        With ``reduction="sum"``, gradients are divided by ``batch_size`` only, not by the number of
+        workers, as in MXNet. For the mean over all workers' samples, pass
         ``batch_size=batch * trainer.num_workers``. With ``reduction="mean"``, the sum is divided
         by the number of gradients added, over all devices of all workers; then ``batch_size`` is
         only the number of samples of one mean. ``batch_size`` may change from step to step. If it
@@ -201,7 +197,7 @@ class Trainer:
         says what to do.
 
         A parameter without a gradient raises ``UsageError``. With ``ignore_stale_grad`` it is
-        left out, or gets a gradient of zeros if workers wait for each other.
+        skipped, or gets a gradient of zeros if workers wait for each other.
         """
         self._renew(batch_size)
         link = self._start()
@@ -221,7 +217,7 @@ class Trainer:
     def allreduce_grads(self) -> None:
         """Add gradients over devices and workers, in place, without an update.
 
-        Call this if the sums must be changed before ``update``, such as clipped by their norm.
+        Call this to change the sums before ``update``, for example to clip them by their norm.
         Raises ``UsageError`` if the store updates, or if a parameter has no gradient.
         """
         self._check_updates_here("allreduce_grads")
@@ -233,8 +229,8 @@ class Trainer:
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Divide the gradients by ``batch_size`` and update, after ``allreduce_grads``.
 
-        Every worker and device updates its own copy. Raises ``UsageError`` if the store
-        updates, and as ``step`` does.
+        Every worker and device updates its own copy. Raises ``UsageError`` if the store updates,
+        and the errors of ``step``.
         """
         self._check_updates_here("update")
         self._renew(batch_size)
@@ -298,7 +294,7 @@ class Trainer:
         """Record the samples of this worker in a step, for the status of a job.
 
         ``batch_size`` is the number of samples of one mean, or of all gradients that are added.
-        Scripts whose gradients already are means pass 1; then nothing is recorded.
+        If gradients are already means, scripts pass 1; then nothing is recorded.
         """
         averages = self._reduction == "mean"
         share = self._num_devices if averages else 1 / link.num_summed

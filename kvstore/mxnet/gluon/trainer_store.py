@@ -3,12 +3,12 @@
 ``open_link`` decides, from the arguments, whether there is a store and where updates happen, or
 raises an error if the arguments are impossible. All calls to the store go through a ``StoreLink``.
 
-Where the store updates, a step brings the store's weights, so weights that a caller has loaded
-meanwhile would be lost. ``Parameter.set_data`` reports such a change itself. Other writes are found
-by comparing a few elements of every array in host memory with what the store left there, which
-takes a tenth of a millisecond for a model of 300 arrays. Writes that miss all of these elements,
-writes to ``mx.nd`` arrays and writes on a GPU are not seen. Called on the trainer's thread. Read
-next: ``consistency.py``.
+If the store updates, each step overwrites the parameters with the store's weights, so weights that
+the caller has loaded meanwhile would be lost. ``Parameter.set_data`` reports such a change itself.
+To find other writes, ``HeldWeights`` compares a few elements of every array in host memory with
+their values after the last update, which takes a tenth of a millisecond for a model of 300 arrays.
+It misses writes to other elements, to ``mx.nd`` arrays and on a GPU. Called on the trainer's
+thread. Read next: ``consistency.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StoreLink:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the store applies each push by itself."""
+        """Whether the store applies each push separately."""
         return _is_asynchronous(self.store)
 
     @property
@@ -62,7 +62,7 @@ class StoreLink:
 
     @property
     def num_summed(self) -> int:
-        """How many workers' gradients an update adds."""
+        """The number of workers whose gradients an update adds."""
         return 1 if self.is_asynchronous else self.store.num_workers
 
     def start(self, params: Params, optimizer: Optimizer, averages: bool) -> None:
@@ -164,9 +164,7 @@ class StoreLink:
             self._weights.note()
 
     def _set_meanwhile(self, gradients: Gradients) -> list[Key]:
-        """Return changed weights that the store cannot take over.
-
-        They were changed after the last step.
+        """Return the weights changed since the last step that the store cannot take over.
 
         A store in one process uses the changed weights and keeps its optimizer states. The store
         does not write values of frozen parameters until they are trained again.
@@ -181,12 +179,12 @@ class StoreLink:
         return [key for key in gradients if key in changed or key in self._set_while_frozen]
 
     def meet(self, plan: Plan) -> None:
-        """Raise unless all workers that wait for each other have the same plan."""
+        """Raise if workers that wait for each other have different plans."""
         if self._agreement is not None:
             self._agreement.meet(plan)
 
     def pull(self, keys: Sequence[Key], params: Params) -> None:
-        """Pull the present weights of some parameters that were not pushed."""
+        """Pull the current weights of some parameters that were not pushed."""
         if keys and isinstance(self.store, KVStore):
             self.store.pull(list(keys), out=[params[key].list_data() for key in keys])
             self._note_weights()
@@ -194,7 +192,7 @@ class StoreLink:
     # -- files -------------------------------------------------------------------------
 
     def load_states(self, fname: Any, optimizer: Optimizer) -> Optimizer:
-        """Make the store load its states; return the optimizer that it uses then."""
+        """Make the store load its states; return the optimizer that it then uses."""
         self._pending = {}
         self.store.load_optimizer_states(fname)
         if not isinstance(self.store, KVStore):
@@ -306,7 +304,7 @@ def _is_asynchronous(store: KVStoreBase) -> bool:
 
 
 ELEMENTS = 16
-"""At least this many elements of an array, evenly spaced, are compared (or all it has)."""
+"""At least this many evenly spaced elements of an array are compared (or all, if it has fewer)."""
 
 Elements = np.ndarray[Any, np.dtype[Any]]
 
@@ -314,7 +312,7 @@ Elements = np.ndarray[Any, np.dtype[Any]]
 class HeldWeights:
     """The weights of some parameters after the store's last update.
 
-    The first copy of each is kept.
+    Only the first copy of each parameter is watched.
     """
 
     def __init__(self, params: Mapping[Key, Parameter]) -> None:
@@ -322,13 +320,13 @@ class HeldWeights:
         self._tensors = [each.first for each in params.values() if hasattr(each.first, "data_ptr")]
         self._places: list[int] = []
         self._views: list[Elements] = []
-        """Some elements of each weight, in the arrays' own memory."""
+        """Some elements of each weight, as views of the arrays."""
         self._left: Elements = np.zeros(0, np.uint8)
         """The bits of these elements after the store's last update, one after the other."""
         self._num_sets: list[int] = []
 
     def note(self) -> None:
-        """Record the present values as those of the store."""
+        """Record the current values as those of the store."""
         if not self._num_sets:
             self._look()
         self._left = np.concatenate(self._views)
@@ -364,7 +362,7 @@ class HeldWeights:
         return [tensor.data_ptr() for tensor in self._tensors]
 
     def _look(self) -> None:
-        """Choose the elements to compare, as views of the present arrays."""
+        """Choose the elements to compare, as views of the current arrays."""
         self._places = self._present_places()
         self._views = [_elements(parameter.first) for parameter in self._params.values()]
 

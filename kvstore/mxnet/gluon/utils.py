@@ -1,7 +1,7 @@
 """``mx.gluon.utils``: split a batch over devices, and clip gradients.
 
-Pure functions on arrays that the caller owns; no threads. ``FeedForward`` splits batches by another
-rule, by work loads (``fit/network.py``). Source of names and rule:
+Pure functions on the caller's arrays; no threads. ``FeedForward`` splits batches by another rule,
+by work loads (``fit/network.py``). Source of names and rule:
 ``python/mxnet/gluon/utils.py`` of MXNet 1.9.1.
 """
 
@@ -27,13 +27,13 @@ def split_data(
 ) -> list[Array]:
     """Cut ``data`` along ``batch_axis`` into ``num_slice`` slices, in order.
 
-    ``data`` is an array of NumPy, PyTorch, JAX, CuPy or ``mx.nd``. The slices are of its library
-    and on its device, and are views if the library's slicing gives views. Without ``even_split``
-    the first ``size % num_slice`` slices have one sample more than the others.
+    ``data`` is an array of NumPy, PyTorch, JAX, CuPy or ``mx.nd``. The slices have its library and
+    device, and are views if the library's slicing returns views. Without ``even_split`` the first
+    ``size % num_slice`` slices have one sample more than the others.
 
-    Raises ``ArgumentValueError`` (a ``ValueError``) when the samples do not divide evenly and
-    ``even_split`` is set, when there are fewer samples than slices, and for an axis that the
-    array does not have; ``ArgumentTypeError`` for what is not an array.
+    Raises ``ArgumentValueError`` (a ``ValueError``) if the samples do not divide evenly and
+    ``even_split`` is set, if there are fewer samples than slices, and for an axis that the array
+    does not have; ``ArgumentTypeError`` if ``data`` is not an array.
     """
     shape = adapter_for(data).shape(data)
     for name, number in (("batch_axis", batch_axis), ("num_slice", num_slice)):
@@ -95,15 +95,15 @@ def clip_global_norm(
 ) -> float:
     """Scale arrays in place so that their joint norm is at most ``max_norm``.
 
-    For gradients between ``Trainer.allreduce_grads`` and ``update``; those are not divided by
-    the batch size yet. Arrays are of any library and device, writable, and stay the caller's.
-    Returns the norm before, the root of the sum of all squares, as a float (also without
-    ``check_isfinite``, where MXNet gives an array). They are scaled by
-    ``max_norm / (norm + 1e-8)``, if that is less than 1. When the norm is NaN or infinite, a
-    ``UserWarning`` is given unless ``check_isfinite`` is False; the arrays are then undefined.
+    Use it for gradients between ``Trainer.allreduce_grads`` and ``update``, when they are not yet
+    divided by the batch size. The arrays are writable, of any library and device. They are scaled
+    by ``max_norm / (norm + 1e-8)`` if that is less than 1. Returns the norm before scaling, the
+    root of the sum of all squares, as a float (also without ``check_isfinite``, where MXNet returns
+    an array). If the norm is NaN or infinite, the arrays are undefined afterwards, and there is a
+    ``UserWarning`` unless ``check_isfinite`` is False.
 
-    Raises ``ArgumentTypeError`` for what is not a writable array, and ``ArgumentValueError`` for no
-    arrays or a negative ``max_norm``; then nothing has changed.
+    Raises ``ArgumentTypeError`` for a value that is not a writable array, and
+    ``ArgumentValueError`` for an empty list or a negative ``max_norm``; nothing changes then.
     """
     if not isinstance(arrays, list | tuple) or not arrays:
         raise ArgumentValueError(
@@ -136,7 +136,7 @@ def clip_global_norm(
 
 
 def _sum_of_squares(array: Array) -> float:
-    """Return the sum of squares in float64, which neither float16 nor many overflow."""
+    """Return the sum of squares in float64, which does not overflow."""
     adapter = adapter_for(array)
     with adapter.on(adapter.context(array)):
         flat = adapter.view(array).reshape(-1).astype(np.float64)

@@ -1,11 +1,11 @@
 """Metrics: the quality of predictions over batches. ``mx.metric.create("acc")``.
 
 Names, positional order, defaults and formulas are those of MXNet 1.9.1
-(``python/mxnet/metric.py``); ``tests/reference/metrics.json`` holds values of that version. Three
-things are more: a metric that needs no predictions says so, and a fit then spares the second
-forward pass; every metric can be read since its last reset and over all; and what computes a
-value of its own, such as an object of torchmetrics, is taken too. No thread, no clock, no file.
-Read next: ``stores/base.py``, then ``sums.py``; ``making.py`` holds ``create``.
+(``python/mxnet/metric.py``); ``tests/reference/metrics.json`` has values of that version. Three
+things are new: a metric says if it needs no predictions, and a fit then skips the second forward
+pass; every metric has a value since its last local reset and one since ``reset``; and objects that
+compute their own value, such as those of torchmetrics, are accepted. No threads, clocks or files.
+Read next: ``base.py``, then ``sums.py``; ``making.py`` has ``create``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
 
     def __getattr__(name):
         raise missing("kvstore.metric", name, __all__)

@@ -1,8 +1,8 @@
-"""The base class of metrics: a sum, the number of things it is over, and a name.
+"""The base class of metrics: a sum, the number of its items, and a name.
 
-An object belongs to one thread at a time. Predictions and labels are only read, and may live on
-any device and belong to any library that the stores take; formulas see NumPy arrays. Read next:
-``sums.py``, the metrics that are sums.
+One thread at a time may use a metric. Predictions and labels are only read. They may be on any
+device and of any library that stores accept; formulas get NumPy arrays. Read next: ``sums.py``, the
+metrics that are sums.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class BatchResult(NamedTuple):
     loss_sum: float
     correct_count: int
     predictions: HostArray | None
-    """(n, classes), in the order of the labels; None where no metric asked for them."""
+    """(n, classes), in the order of the labels; None if no metric needs them."""
 
 
 class EvalMetric:
-    """Base of all metrics. A subclass defines ``update`` and adds to the two numbers::
+    """The base of all metrics.
+
+    A subclass defines ``update``, which adds to two numbers::
 
         @mx.metric.register
         class Misses(mx.metric.EvalMetric):
@@ -48,14 +50,14 @@ class EvalMetric:
                     self.sum_metric += (pred.argmax(axis=1) != label).sum()
                     self.num_inst += len(label)
 
-    The value is ``sum_metric / num_inst``, NaN when nothing was counted. ``reset`` forgets
-    everything; ``reset_local`` begins to count again for ``get``, and ``get_global`` still has
-    all since ``reset``. So something that is shown every few batches does not disturb what is
-    said of the whole epoch. A subclass that adds to ``global_sum_metric`` and
-    ``global_num_inst`` by itself says so by ``has_global_stats=True``, as in MXNet.
+    The value is ``sum_metric / num_inst``, or NaN if nothing was counted. ``reset`` forgets
+    everything. ``reset_local`` restarts the count for ``get``, while ``get_global`` still counts
+    since ``reset``. So a value that is shown every few batches does not change that of the whole
+    epoch. As in MXNet, a subclass that adds to ``global_sum_metric`` and ``global_num_inst`` itself
+    passes ``has_global_stats=True``.
 
-    ``output_names`` and ``label_names`` choose what ``update_dict`` takes out of its mappings;
-    None takes all. Further keywords are kept for ``get_config``.
+    ``output_names`` and ``label_names`` choose what ``update_dict`` takes from its mappings; None
+    takes everything. Further keywords are kept for ``get_config``.
     """
 
     needs_predictions: bool = True
@@ -109,11 +111,11 @@ class EvalMetric:
         self.sum_metric, self.num_inst = 0.0, 0
 
     def get(self) -> tuple[Any, Any]:
-        """Name and value since the last reset of either kind; a list of each if composite."""
+        """Return name and value since the last reset of either kind; lists if composite."""
         return self.name, ratio(self.sum_metric, self.num_inst)
 
     def get_global(self) -> tuple[Any, Any]:
-        """Name and value since ``reset``."""
+        """Return name and value since ``reset``."""
         total, number = self.global_sum_metric, self.global_num_inst
         if not self._has_global_stats:
             total, number = total + self.sum_metric, number + self.num_inst
@@ -161,10 +163,10 @@ def register(klass: str, *aliases: str) -> Callable[[_Class], _Class]: ...
 
 
 def register(klass: Any, *names: Any, name: str | None = None) -> Any:
-    """Class decorator: ``create`` finds the class by its name, in any case.
+    """Decorate a class so that ``create`` finds it by its name, in any case.
 
-    ``@register`` as in MXNet, or ``@register("alias", ...)`` for further names. ``name`` is the
-    one name to take instead of the class's. Returns the class. Raises ``ArgumentTypeError``.
+    Use ``@register`` as in MXNet, or ``@register("alias", ...)`` for further names. ``name``
+    replaces the class's own name. Returns the class. Raises ``ArgumentTypeError``.
     """
     if isinstance(klass, str):
         return lambda cls: alias(klass, *names)(register(cls))
@@ -189,9 +191,9 @@ def alias(*aliases: str) -> Callable[[_Class], _Class]:
 
 
 def registered(name: str) -> type[EvalMetric]:
-    """Return the class of this name. Raises ``ArgumentValueError``.
+    """Return the class of this name.
 
-    The error lists the names.
+    Raises ``ArgumentValueError``, which lists the known names.
     """
     cls = _registry.get(name.lower())
     if cls is None:
@@ -207,8 +209,8 @@ def check_label_shapes(
 ) -> tuple[Any, Any]:
     """Raise ``ArgumentValueError`` unless there are as many labels as predictions.
 
-    With ``shape`` their shapes must be equal, else their lengths. Returns both, single arrays
-    in a list of one with ``wrap``.
+    With ``shape`` their shapes must be equal, otherwise their lengths. Returns both; with ``wrap``,
+    a single array becomes a list.
     """
     found = (labels.shape, preds.shape) if shape else (len(labels), len(preds))
     if found[0] != found[1]:

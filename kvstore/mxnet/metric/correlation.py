@@ -1,4 +1,4 @@
-"""Metrics of all samples together: F1, MCC, PCC and Pearson's.
+"""Metrics of all samples together: F1, MCC, PCC and Pearson's correlation.
 
 Read next: ``making.py``.
 """
@@ -32,7 +32,7 @@ AVERAGES = ("macro", "micro")
 
 @dataclass(frozen=True)
 class ConfusionMatrix:
-    """Counts of each class predicted (row) for each label (column), (k, k)."""
+    """How often each class was predicted (row) for each label (column), (k, k)."""
 
     counts: HostArray
 
@@ -49,7 +49,7 @@ NOTHING = ConfusionMatrix(numpy.zeros((2, 2), numpy.int64))
 
 @dataclass(frozen=True)
 class Moments:
-    """Means and summed products of two variables; more can be added.
+    """Means and summed products of two variables; moments can be added.
 
     Source of the formulas: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm
     for computing sample variances" (1979).
@@ -109,7 +109,7 @@ class _Together(Counted):
 
 
 class _Averaged(_Together):
-    """A base with ``average``: the mean over batches (``"macro"``), or all samples."""
+    """A base with ``average``: the mean over batches (``"macro"``) or all samples."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Averaged(_Together):
 
 
 class _Binary(_Averaged):
-    """A number of a confusion matrix of two classes."""
+    """A number computed from a confusion matrix of two classes."""
 
     def update(self, labels: Arrays, preds: Arrays) -> None:
         batch = _total(_of_two_classes(*pair) for pair in host_pairs(labels, preds))
@@ -144,7 +144,7 @@ class _Binary(_Averaged):
 class F1(_Binary):
     """The harmonic mean of precision and recall of class 1, for labels 0 and 1.
 
-    ``average``: ``"macro"``, the mean over batches, or ``"micro"``, of all samples together.
+    ``average``: ``"macro"`` for the mean over batches, ``"micro"`` for all samples together.
     """
 
     usual_name = "f1"
@@ -160,7 +160,7 @@ class F1(_Binary):
 class MCC(_Binary):
     """Matthews' correlation coefficient for labels 0 and 1; ``average`` as in ``F1``.
 
-    (TP TN - FP FN) / sqrt((TP + FP) (TP + FN) (TN + FP) (TN + FN)), factors of 0 left out.
+    (TP TN - FP FN) / sqrt((TP + FP) (TP + FN) (TN + FP) (TN + FN)), without factors of 0.
     """
 
     usual_name = "mcc"
@@ -176,9 +176,10 @@ class MCC(_Binary):
 
 @register
 class PCC(_Together, Plain):
-    """Pearson's correlation of answers and labels of any number of classes.
+    """Pearson's correlation of predicted classes and labels.
 
-    For two classes it is ``MCC`` of all samples together. NaN while either has one class only.
+    There may be any number of classes. For two classes it is ``MCC`` of all samples together. It is
+    NaN while all predictions or all labels are of one class.
     """
 
     usual_name = "pcc"
@@ -207,8 +208,8 @@ class PearsonCorrelation(_Averaged):
 
     ``average`` is that of ``F1``.
 
-    With ``"micro"``, ``get_global`` is that of all samples too, where MXNet 1.9.1 gives 0. NaN
-    where labels or predictions do not vary.
+    With ``"micro"``, ``get_global`` also uses all samples, where MXNet 1.9.1 returns 0. The value
+    is NaN if labels or predictions do not vary.
     """
 
     usual_name = "pearsonr"
@@ -229,7 +230,7 @@ def _total(matrices: Iterable[ConfusionMatrix]) -> ConfusionMatrix:
 
 
 def _of_two_classes(label: HostArray, pred: HostArray) -> ConfusionMatrix:
-    """Return whether class 1 was predicted, and was the label."""
+    """Return the counts of predictions and labels of classes 0 and 1."""
     if pred.ndim != 2:
         raise ArgumentValueError(
             f"predictions must have shape (n, 2), one number for each class, got {pred.shape}"

@@ -1,7 +1,7 @@
 """``create``: metrics from names, functions, objects, configurations and lists.
 
 Read next: ``kvstore/mxnet/callback.py``, which shows metrics, and ``kvstore/mxnet/model.py``, which
-fills them.
+updates them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class CustomMetric(Counted):
     """A metric from a function of (label, prediction), both NumPy arrays.
 
     The function returns a number for the batch, which is averaged over batches, or a pair (sum,
-    count).
-
-    ``allow_extra_outputs`` leaves predictions out that have no label.
+    count). With ``allow_extra_outputs``, predictions without a label are ignored.
     """
 
     def __init__(
@@ -80,11 +78,11 @@ class CustomMetric(Counted):
 
 
 class ObjectMetric(EvalMetric):
-    """An object that computes a value of its own, such as those of torchmetrics.
+    """An object that computes its own value, such as those of torchmetrics.
 
-    It has ``update(predictions, labels)``, ``compute()``, which gives a number or a dict of
-    them, and ``reset()``. Objects of PyTorch get tensors on the CPU, others NumPy arrays. The
-    object is filled with all; a deep copy of it counts since ``reset_local``.
+    It has ``update(predictions, labels)``, ``compute()``, which returns a number or a dict of
+    numbers, and ``reset()``. Objects of PyTorch get tensors on the CPU, others NumPy arrays. The
+    object itself counts everything; a deep copy of it counts since ``reset_local``.
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class ObjectMetric(EvalMetric):
 @register
 @alias("composite")
 class CompositeEvalMetric(EvalMetric):
-    """Several metrics that are filled together; names and values are lists."""
+    """Several metrics that are updated together; names and values are lists."""
 
     def __init__(
         self,
@@ -171,7 +169,7 @@ class CompositeEvalMetric(EvalMetric):
             metric.update(labels, preds)
 
     def update_dict(self, label: Mapping[str, Any], pred: Mapping[str, Any]) -> None:
-        """Update each metric with its own names, of those that this one lets through."""
+        """Update each metric with its own names, among those that this metric takes."""
         if self.label_names is not None:
             label = {name: each for name, each in label.items() if name in self.label_names}
         if self.output_names is not None:
@@ -214,8 +212,8 @@ def create(metric: MetricLike, *args: Any, **kwargs: Any) -> EvalMetric:
     Names are ``acc``, ``ce``, ``f1`` and so on. A function takes (label, prediction). An object
     has ``update``, ``compute`` and ``reset``. A metric is returned unchanged.
 
-    ``args`` and ``kwargs`` are for the class, or each class of a list. The result of
-    ``get_config`` makes a metric too, as a mapping or as a JSON text, and so does a text
+    ``args`` and ``kwargs`` are for the class, or for each class of a list. It also accepts the
+    result of ``get_config``, as a mapping or as JSON text, and a text
     ``["name", {...}]``.
     Raises ``ArgumentValueError``, which lists the names, and ``ArgumentTypeError``.
     """

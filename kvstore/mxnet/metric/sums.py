@@ -28,7 +28,7 @@ from kvstore.mxnet.metric.base import (
 class Counted(EvalMetric):
     """A metric of this package: it keeps the sums of ``get_global`` itself.
 
-    It is named ``usual_name`` where the caller gives no name.
+    Without a name from the caller, it is named ``usual_name``.
     """
 
     usual_name = ""
@@ -41,7 +41,7 @@ class Counted(EvalMetric):
 
 
 class Plain(Counted):
-    """A metric without numbers of its own."""
+    """A metric without further parameters."""
 
     def __init__(
         self, name: str | None = None, output_names: Names = None, label_names: Names = None
@@ -54,9 +54,8 @@ class Plain(Counted):
 class Accuracy(Counted):
     """The share of labels that are the most likely class along ``axis``.
 
-    The first class counts if several are equally likely.
-
-    Predictions of the labels' own shape are answers already.
+    The first class counts if several are equally likely. Predictions of the same shape as the
+    labels are classes already.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Accuracy(Counted):
 
 @register
 class Loss(Plain):
-    """The mean of the network's loss in a fit, elsewhere of all predictions."""
+    """The mean of the network's loss in a fit; elsewhere, of all predictions."""
 
     usual_name = "loss"
     needs_predictions = False
@@ -116,7 +115,7 @@ class Caffe(Loss):
 class TopKAccuracy(Counted):
     """The share of samples whose label is among the ``top_k`` most likely classes.
 
-    ``top_k`` is 5 unless given, where MXNet asks for it. Of equal classes the first count.
+    ``top_k`` is 5 by default; MXNet requires it. Of equally likely classes, the first count.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class TopKAccuracy(Counted):
             wanted = as_classes(label)
             best = as_classes(pred)[:, None]
             if pred.ndim == 2:
-                # Stable, so that equal classes come in their order and results repeat.
+                # A stable sort keeps equal classes in order, so results repeat.
                 best = numpy.argsort(-pred, axis=1, kind="stable")[:, : self.top_k]
             self._count(int((best == wanted[:, None]).any(axis=1).sum()), len(wanted))
 
@@ -176,7 +175,7 @@ class CrossEntropy(Counted):
 @register
 @alias("nll_loss")
 class NegativeLogLikelihood(CrossEntropy):
-    """The same numbers as ``CrossEntropy``, by its own name."""
+    """The same numbers as ``CrossEntropy``, under its own name."""
 
     usual_name = "nll-loss"
 
@@ -185,8 +184,8 @@ class NegativeLogLikelihood(CrossEntropy):
 class Perplexity(Counted):
     """exp of the mean of -log(probability of the label), at least 1e-10 each.
 
-    Labels equal to ``ignore_label`` do not count. ``axis`` of the predictions is the classes';
-    it and labels in any shape, one for each other element.
+    Labels equal to ``ignore_label`` do not count. ``axis`` is the axis of the classes in the
+    predictions. Labels may have any shape, with one label for each sample.
     """
 
     def __init__(
@@ -226,7 +225,7 @@ class _OverBatches(Plain):
 
     def update(self, labels: Arrays, preds: Arrays) -> None:
         for label, pred in host_pairs(labels, preds):
-            # In float64, so that neither small integers wrap nor labels of another dtype decide.
+            # In float64, so that small integers do not wrap, and dtypes do not change the result.
             first, second = (
                 each.reshape(len(each), -1).astype(numpy.float64) for each in (label, pred)
             )
@@ -267,16 +266,15 @@ class RMSE(_OverBatches):
 
 
 def as_classes(labels: HostArray) -> HostArray:
-    """Return labels as a vector of int64; fractions are cut off, as in MXNet."""
+    """Return labels as a vector of int64; fractions are truncated, as in MXNet."""
     return labels.reshape(-1).astype(numpy.int64)
 
 
 def classes_of(label: HostArray, pred: HostArray, axis: int) -> HostArray:
     """Return the predicted classes: ``pred``, or the best class of each row.
 
-    ``pred`` itself is used if it has the labels' shape.
-
-    Raises ``ArgumentValueError`` unless there is one for each label.
+    ``pred`` itself is used if it has the labels' shape. Raises ``ArgumentValueError`` unless there
+    is one class for each label.
     """
     if pred.shape == label.shape or pred.ndim < 2:
         answers = as_classes(pred)

@@ -12,15 +12,15 @@
     print(a.asnumpy())                        # ... and this waits for the values
     mx.nd.waitall()
 
-Such a script moves over by changing its import. This is the part of MXNet's array library that
-a script around a KVStore touches, not a library for building networks: values on a CPU are
-NumPy's, on a GPU CuPy's, and NumPy's ufuncs work on both. The functions here make arrays or
-call the method of the same name; any thread may. ``NDArray``'s docstring says what else holds.
-Read next: ``ndarray.py``.
+To port such a script, change its import. This is the part of MXNet's array library that a script
+around a KVStore uses, not a library for building networks. Values on a CPU are NumPy arrays, on a
+GPU CuPy arrays, and NumPy's ufuncs work on both. The functions here make arrays or call the method
+of the same name; any thread may call them. See also the docstring of ``NDArray``. Read next:
+``ndarray.py``.
 
-Where it differs from MXNet: comparisons give bool; ``a[1:3]``, ``a[::2]`` and ``reshape`` share
-the array's memory, everything else is a copy; dtypes mix by NumPy's rules, in which a number,
-Python's or NumPy's, never changes the dtype of a float array. Nothing is saved to files here.
+Differences from MXNet: comparisons return bool; ``a[1:3]``, ``a[::2]`` and ``reshape`` share the
+array's memory, everything else is a copy; dtypes mix by NumPy's rules, so a number of Python or
+NumPy never changes the dtype of a float array. Nothing here saves files.
 """
 
 from __future__ import annotations
@@ -100,14 +100,12 @@ __all__ = [
 
 
 def array(source_array: Any, ctx: Context | None = None, dtype: DType = None) -> NDArray:
-    """Return a new array of these values on ``ctx``.
+    """Return a new array of these values on ``ctx``, by default the current context.
 
-    The default is the current context: ``cpu(0)``.
-
-    ``source_array`` is an array of any library that stores take, or numbers in nested lists.
-    ``dtype`` is that of an NDArray, else float32, also for arrays of float64 and integers. Of a
-    row-sparse array it makes another one (``sparse.array``).
-    Raises ``ArgumentTypeError`` for anything else.
+    ``source_array`` is an array of any library that stores take, or numbers in nested lists. The
+    default ``dtype`` is that of an NDArray, otherwise float32, even for arrays of float64 or
+    integers. A row-sparse array gives a row-sparse array (``sparse.array``). Raises
+    ``ArgumentTypeError`` for anything else.
     """
     if isinstance(source_array, RowSparseArray):
         made: NDArray = _sparse().array(source_array, ctx, dtype)
@@ -120,10 +118,7 @@ def array(source_array: Any, ctx: Context | None = None, dtype: DType = None) ->
 def empty(
     shape: Shape, ctx: Context | None = None, dtype: DType = "float32", stype: str | None = None
 ) -> NDArray:
-    """Return a new, uninitialized array; a row-sparse one has no rows.
-
-    See ``zeros``.
-    """
+    """Return a new, uninitialized array; a row-sparse one (``stype``) has no rows."""
     if stype not in (None, "default"):
         return zeros(shape, ctx, dtype, stype)
     return _made("empty", shape, ctx, dtype)
@@ -132,10 +127,7 @@ def empty(
 def zeros(
     shape: Shape, ctx: Context | None = None, dtype: DType = "float32", stype: str | None = None
 ) -> NDArray:
-    """Return a new array of zeros, an NDArray or a ``RowSparseNDArray``.
-
-    ``stype="row_sparse"`` chooses the latter.
-    """
+    """Return a new array of zeros; ``stype="row_sparse"`` makes a row-sparse one."""
     if stype not in (None, "default"):
         made: NDArray = _sparse().zeros(stype, shape, ctx, dtype)
         return made
@@ -149,9 +141,9 @@ def ones(
     *,
     stype: str | None = None,
 ) -> NDArray:
-    """Return a new array of ones; a row-sparse one has all its rows.
+    """Return a new array of ones.
 
-    ``stype="row_sparse"`` chooses it.
+    With ``stype="row_sparse"``, it is a ``RowSparseNDArray`` with all its rows.
     """
     made = _made("ones", shape, ctx, dtype)
     if stype not in (None, "default"):
@@ -184,7 +176,7 @@ def arange(
 
 
 def zeros_like(data: Any) -> NDArray:
-    """Return zeros of the shape, dtype and device of ``data``; row-sparse if it is."""
+    """Return zeros of the shape, dtype, device and storage type of ``data``."""
     if isinstance(data, RowSparseArray):
         return zeros(data.shape, None, data.dtype, data.stype)
     return zeros(checked_array(data).shape, data.context, data.dtype)
@@ -379,7 +371,7 @@ subtract = _of_two("subtract", np.subtract, "``lhs - rhs``")
 multiply = _of_two("multiply", np.multiply, "``lhs * rhs``")
 divide = _of_two("divide", np.true_divide, "``lhs / rhs``")
 
-#: MXNet's further names of these; all of them broadcast axes of length 1.
+#: MXNet's other names of these; all of them broadcast axes of length 1.
 broadcast_add, broadcast_sub, broadcast_mul, broadcast_div = add, subtract, multiply, divide
 
 
@@ -414,7 +406,7 @@ def _sparse() -> Any:
     return importlib.import_module("kvstore.mxnet.nd.sparse")
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
 
     def __getattr__(name):
         if name == "sparse":

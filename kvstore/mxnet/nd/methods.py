@@ -1,8 +1,8 @@
 """The methods of ``NDArray`` that compute and reshape.
 
-A mixin, apart from ``ndarray.py`` only for size. Everything here waits for pending values where
-it needs them (``_memory``) and returns a new array, unless it says that it is a view. Any thread
-may call. Read next: ``ndarray.py``.
+A mixin in its own file, because ``ndarray.py`` would be too long. The methods wait for pending
+values if they need them (``_memory``), and return a new array unless they say that it is a view.
+Any thread may call. Read next: ``ndarray.py``.
 
 Names and arguments: ``python/mxnet/ndarray/ndarray.py`` of the original, 1.9.1.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvstore.mxnet.nd.ndarray import NDArray
 
 DType: TypeAlias = Any
-"""What NumPy takes for a dtype, or the text ``"bfloat16"``."""
+"""Anything that NumPy accepts as a dtype, or the text ``"bfloat16"``."""
 Axis: TypeAlias = int | Sequence[int] | None
 Shape: TypeAlias = int | Sequence[int]
 
@@ -54,7 +54,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         ) -> Any: ...
         def __getitem__(self, key: Any) -> NDArray: ...
 
-    # -- what it is (never waits) ----------------------------------------------------------
+    # -- properties (never wait) -----------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def dot(self, other: NDArray, transpose_a: bool = False, transpose_b: bool = False) -> NDArray:
         """Return the dot product over the last axis and the first of ``other``.
 
-        For matrices, their product; either may be used transposed, without a copy.
+        For matrices this is their product; either may be transposed first, without a copy.
         """
         left, right = self._memory(), self._other(other)
         for array, transposed in ((left, transpose_a), (right, transpose_b)):
@@ -168,12 +168,11 @@ class ArrayMethods(NDArrayOperatorsMixin):
         """Return the same elements in another shape; shares memory if contiguous.
 
         ``reshape(2, 3)``, ``reshape((2, 3))`` or ``reshape(shape=(2, 3))``. 0 keeps the length
-        of an axis, -1 stands for what is left, -2 for all remaining axes as they are, -3 for
-        the product of two axes, and -4 splits one into the two lengths that follow, of which
-        one may be -1; floats that are whole will do, as ``n / 2`` gives them. With
-        ``reverse=True`` they are matched from the last axis on. Raises ``ValueMismatchError``
-        where they do not fit. Codes of MXNet:
-        ``src/operator/tensor/matrix_op-inl.h`` of 1.9.1.
+        of an axis, -1 takes the remaining elements, -2 keeps all remaining axes, -3 joins two axes,
+        and -4 splits an axis into the two lengths that follow, one of which may be -1. Floats may
+        be used if they are whole numbers, such as ``n / 2``. With ``reverse=True``, axes are
+        matched from the last one. Raises ``ValueMismatchError`` if they do not fit. Source of the
+        codes: ``src/operator/tensor/matrix_op-inl.h`` of MXNet 1.9.1.
         """
         reverse = bool(options.pop("reverse", False))
         if set(options) - {"shape"} or bool(options) == bool(shape):
@@ -194,7 +193,8 @@ class ArrayMethods(NDArrayOperatorsMixin):
     def tostype(self, stype: str) -> Any:
         """Return a copy with another storage type, ``default`` or ``row_sparse``.
 
-        That has the rows that are not all zero. Raises ``NotSupportedError`` for ``"csr"``.
+        A ``row_sparse`` copy has the rows that are not all zero. Raises ``NotSupportedError`` for
+        ``"csr"``.
         """
         from kvstore.mxnet.nd import sparse
 
@@ -203,7 +203,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return self._copied(self._memory())
 
     def flatten(self) -> NDArray:
-        """Return a copy with two axes: the first, and all others in one."""
+        """Return a copy with two axes: the first, and all others joined."""
         return self.reshape((len(self), self.size // max(len(self), 1))).copy()
 
     def transpose(self, *axes: Any, **options: Any) -> NDArray:
@@ -227,10 +227,8 @@ class ArrayMethods(NDArrayOperatorsMixin):
     ) -> NDArray | list[NDArray]:
         """Return copies of ``num_outputs`` equal parts along an axis.
 
-        A single part is not in a list.
-
-        ``squeeze_axis`` leaves the axis out, of parts of length 1. Raises ``ValueMismatchError``
-        where the length cannot be divided so.
+        A single part is returned without a list. If the parts have length 1, ``squeeze_axis``
+        removes the axis. Raises ``ValueMismatchError`` if the parts cannot be equal.
         """
         memory = self._memory()
         length = self.shape[axis]
@@ -244,7 +242,7 @@ class ArrayMethods(NDArrayOperatorsMixin):
         return made if num_outputs > 1 else made[0]
 
     def broadcast_to(self, shape: Sequence[int]) -> NDArray:
-        """Return a copy of this shape, axes of length 1 repeated."""
+        """Return a copy of this shape, with axes of length 1 repeated."""
         return self._copied(self._context.module.broadcast_to(self._memory(), tuple(shape)))
 
     def slice(
@@ -292,7 +290,7 @@ def _whole(shape: Any) -> Any:
 def _lengths(old: tuple[int, ...], codes: tuple[int, ...], reverse: bool) -> list[int]:
     """Return the lengths for the codes of ``reshape``; -1 is kept.
 
-    Raises ``ValueError``, ``IndexError``, ``StopIteration`` where they do not fit.
+    Raises ``ValueError``, ``IndexError`` or ``StopIteration`` if they do not fit.
     """
     if reverse:
         return _lengths(old[::-1], codes[::-1], False)[::-1]
@@ -343,9 +341,9 @@ def checked_context(context: object) -> Context:
 
 
 def native_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the dtype in native order. Raises ``ArgumentTypeError``.
+    """Return the dtype in native byte order.
 
-    It raises if no store can hold the dtype.
+    Raises ``ArgumentTypeError`` if a store cannot hold the dtype.
     """
     native: np.dtype[Any] = checked_dtype(dtype).newbyteorder("=")
     return native

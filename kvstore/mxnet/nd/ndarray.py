@@ -1,15 +1,15 @@
 """``NDArray``: an array on a device whose values a store may still be writing.
 
-A thin wrapper over a NumPy array (on a CPU) or a CuPy array (on a GPU). It owns no formulas:
-arithmetic is NumPy's ufuncs, which reach it through ``__array_ufunc__`` (NEP 13) and are
-carried out by the wrapped array's library. It never starts work by itself and knows no store;
-what it waits for is kept by ``arrays/pending.py``. Any thread may use one; that a write and another
-access of the same array do not meet is the callers' business, as with NumPy. Read next:
-``arrays/pending.py``, then ``__init__.py``, the functions that make arrays.
+A thin wrapper over a NumPy array (on a CPU) or a CuPy array (on a GPU). It has no formulas of its
+own: NumPy's ufuncs reach it through ``__array_ufunc__`` (NEP 13), and the wrapped array's library
+computes them. It never starts work itself and does not know stores; ``arrays/pending.py`` keeps the
+calls that it waits for. Any thread may use an array; as with NumPy, callers must not write to it
+while another thread uses it. Read next: ``arrays/pending.py``, then ``__init__.py``, the functions
+that make arrays.
 
-Where it differs from the original (``python/mxnet/ndarray/ndarray.py`` of 1.9.1): comparisons
-give bool; every slice is a view, also one with a step; dtypes mix by NumPy's rules, in which
-no scalar makes a float32 array a float64 one; errors of arithmetic are raised at once.
+Differences from the original (``python/mxnet/ndarray/ndarray.py`` of 1.9.1): comparisons return
+bool; every slice is a view, also one with a step; dtypes mix by NumPy's rules, so a scalar never
+turns a float32 array into a float64 one; errors of arithmetic are raised at once.
 """
 
 from __future__ import annotations
@@ -33,21 +33,19 @@ _LISTS = (list, tuple, range)
 
 
 class NDArray(ArrayMethods):
-    """An array of one dimension or more; a scalar has shape ``(1,)``.
+    """An array of one dimension or more; as in MXNet, a scalar has shape ``(1,)``.
 
-    This is as in MXNet.
+    ``NDArray(memory)`` wraps a NumPy or CuPy array without a copy, so both share memory;
+    ``nd.array`` copies. A store's ``pull`` into an NDArray returns at once. Any access to the
+    values (``asnumpy``, arithmetic, ``print``) waits for them. If the pull failed, the first access
+    raises its error, and the values are then partly old and partly new.
 
-    ``NDArray(memory)`` wraps a NumPy or CuPy array without a copy: both are the same memory
-    from then on. ``nd.array`` copies. A store's ``pull`` into an NDArray returns at once; any
-    access to the values (``asnumpy``, arithmetic, ``print``) waits for them, and raises the
-    pull's error, once, where it failed; the values are then partly old and partly new.
-
-    Arithmetic takes NDArrays on the same device, NumPy arrays, lists and numbers, and gives an
+    Arithmetic takes NDArrays on the same device, NumPy arrays, lists and numbers, and returns an
     NDArray on that device. NumPy's functions take NDArrays too: its ufuncs (``numpy.exp(a)``)
-    give NDArrays, ``numpy.asarray(a)`` a copy on the host.
+    return NDArrays, and ``numpy.asarray(a)`` returns a copy on the host.
 
-    Raises ``ArgumentTypeError`` for memory that is not such an array or of a dtype that no store
-    can hold.
+    Raises ``ArgumentTypeError`` if ``memory`` is not such an array, or if a store cannot hold its
+    dtype.
     """
 
     __slots__ = ()
@@ -63,14 +61,14 @@ class NDArray(ArrayMethods):
             )
         check_dtype(memory.dtype)
         if context.device_type == "cpu":
-            memory = np.asarray(memory)  # a subclass would compute in its own way
+            memory = np.asarray(memory)  # a subclass might compute differently
         self._array: Array = memory if memory.ndim else memory.reshape(1)
         self._context = context
         self._uses = Uses()
 
     @classmethod
     def _of(cls, memory: Array, context: Context, uses: Uses | None = None) -> NDArray:
-        """Wrap a result of the context's library; ``uses``: of the viewed array."""
+        """Wrap a result of the context's library; ``uses`` is that of the viewed array."""
         made = cls.__new__(cls)
         if isinstance(memory, np.generic):
             memory = np.asarray(memory)
@@ -95,20 +93,20 @@ class NDArray(ArrayMethods):
         return self._array
 
     def _other(self, other: object) -> Array:
-        """Return a second array's memory for reading, on this array's device."""
+        """Return another array's memory for reading; it must be on this array's device."""
         return operand(checked_array(other), self._context)
 
-    # As in MXNet, arrays can be keys of dicts: by identity, though == compares elements.
+    # As in MXNet, arrays can be keys of dicts, by identity, although == compares elements.
     __hash__ = object.__hash__
 
-    # -- waiting and taking the values out -------------------------------------------------
+    # -- waiting and reading values --------------------------------------------------------
 
     def wait_to_read(self) -> None:
-        """Wait until the values are written; raises the error of the call that writes."""
+        """Wait until the values are written; raise the error of the call that writes them."""
         self._memory()
 
     def wait_to_write(self) -> None:
-        """Wait until no store call uses the array; raises as ``wait_to_read`` does."""
+        """Wait until no store call uses the array; raise errors as ``wait_to_read`` does."""
         self._memory_to_write()
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
@@ -134,7 +132,7 @@ class NDArray(ArrayMethods):
     def __array__(self, dtype: DType = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Return a copy on the host, because a store may write here later.
 
-        ``copy=False`` gives the memory itself, or raises ``ValueError`` where it cannot.
+        ``copy=False`` returns the memory itself, or raises ``ValueError`` if it cannot.
         """
         if copy is not False:
             host = self.asnumpy()
@@ -228,11 +226,11 @@ class NDArray(ArrayMethods):
         return other
 
     def as_in_context(self, context: Context) -> NDArray:
-        """Return the array itself if it lives on ``context``, else a copy there."""
+        """Return the array itself if it is on ``context``, else a copy there."""
         return self if checked_context(context) == self._context else self.copyto(context)
 
     def astype(self, dtype: DType, copy: bool = True) -> NDArray:
-        """Return a new array of another dtype; ``copy=False`` may return itself."""
+        """Return a new array of another dtype; with ``copy=False``, perhaps this array."""
         wanted = native_dtype(dtype)
         if not copy and wanted == self.dtype:
             return self
@@ -244,8 +242,8 @@ class NDArray(ArrayMethods):
     def __getitem__(self, key: Any) -> NDArray:
         """Return a view for numbers, slices, ``None`` and ``...``, else a copy.
 
-        NDArrays and lists of numbers choose along an axis; floats are cut to integers, since
-        that is what ``nd.array`` makes by default. Bool arrays are masks.
+        NDArrays and lists of numbers choose elements along an axis. Floats are truncated to
+        integers, because ``nd.array`` makes floats by default. Bool arrays are masks.
         """
         if _is_basic(key):
             return self._of(self._array[_with_ellipsis(key)], self._context, self._uses)
@@ -253,7 +251,7 @@ class NDArray(ArrayMethods):
             return self._of(self._memory()[_index(key, self._context)], self._context)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set elements, cast and broadcast; ``value`` may be on any device."""
+        """Set elements; ``value`` is cast and broadcast, and may be on any device."""
         memory = self._memory_to_write()
         if not isinstance(value, _NUMBERS):
             value = _brought(value, self._context)
@@ -284,7 +282,7 @@ def new_array(source: Any, context: Context | None, dtype: DType) -> NDArray:
 
 
 def is_same_device(one: Context, other: Context) -> bool:
-    """Return whether arrays of both can be used together; all CPUs are one."""
+    """Return whether arrays of both can be used together; all CPUs count as one."""
     return one == other or one.device_type == other.device_type == "cpu"
 
 
@@ -346,7 +344,7 @@ def _is_cupy(value: object) -> bool:
 
 
 def _brought(value: Any, context: Context) -> Array:
-    """Return an array as one of the context's library, perhaps sharing its memory."""
+    """Return an array of the context's library, which may share memory with this one."""
     if isinstance(value, NDArray):
         value = value._memory()
     elif isinstance(value, _LISTS + _NUMBERS):
@@ -394,12 +392,12 @@ def _restored(host: np.ndarray[Any, Any], context: Context) -> NDArray:
 
 
 class NDArrayAdapter(ViewAdapter):
-    """The adapter of NDArray: the wrapped array, once it may be accessed.
+    """The adapter of NDArray: it returns the wrapped array once it may be accessed.
 
-    What reads values waits for the calls that still write them, what writes waits for all; shape,
-    dtype and device are known without. A store that lets values arrive later takes the wrapped
-    array first and works on that alone: asked from a callback of the I/O thread, this adapter
-    would wait for the very thread that it runs on. Any thread else may call.
+    A read waits for the calls that still write the values; a write waits for all calls. Shape,
+    dtype and device need no wait. A store whose values arrive later takes the wrapped array first
+    and uses only that: in a callback on the I/O thread, this adapter would wait for its own thread.
+    Any other thread may call.
     """
 
     def view(self, array: NDArray) -> NativeArray:

@@ -173,7 +173,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
 
     def __getattr__(name):
         raise missing("kvstore.horovod.torch", name, __all__)

@@ -1,7 +1,7 @@
-"""``SyncBatchNorm``: batch normalization by the mean and variance of all ranks' inputs.
+"""``SyncBatchNorm``: batch normalization with the mean and variance of all ranks.
 
-Made of torch's own arithmetic and two differentiable calls of ``allreduce``, on CPUs and GPUs.
-Batches may have different sizes.
+It uses torch's own arithmetic and two differentiable calls of ``allreduce``, on CPUs and GPUs.
+Ranks may have batches of different sizes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvstore.frameworks.horovod.torch.gradients import allreduce
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
-    """Normalizes inputs of shape (batch, channels, ...); arguments are those of ``BatchNorm1d``.
+    """Normalizes inputs of shape (batch, channels, ...), like ``BatchNorm1d``.
 
-    In evaluation, and with one rank, the same as torch's.
+    In evaluation, and with one rank, it does the same as torch's.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -28,7 +28,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize; in training, all ranks call it."""
+        """Normalize the input; in training, all ranks call it."""
         self._check_input_dim(input)
         by_batch = self.training or not self.track_running_stats
         if not by_batch or session.size() == 1:

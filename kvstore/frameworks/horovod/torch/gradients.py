@@ -1,7 +1,7 @@
 """The calls of ``kvstore.horovod.torch`` that wait, with their gradients for autograd.
 
-The gradients are those of Horovod: the backward pass of a call makes a call itself, so all ranks
-of the process set run it, in the same order. Source: horovod/torch/mpi_ops.py of Horovod 0.28.
+The gradients are those of Horovod. The backward pass of a call makes another call, so all ranks of
+the process set must run it, in the same order. Source: horovod/torch/mpi_ops.py of Horovod 0.28.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.frameworks.horovod.torch import operations
 
 
 class AllreduceGradient(torch.autograd.Function):  # type: ignore[misc]
-    """Combines tensors of all ranks; so does the backward pass with the gradients."""
+    """Combines tensors of all ranks; the backward pass combines the gradients."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class AllgatherGradient(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Average the gradients, and cut out the own rows."""
+        """Average the gradients, and return this rank's rows."""
         averages = grouped_allreduce(grads, op=ReduceOperation.AVERAGE, process_set=ctx.process_set)
         lengths = torch.tensor([ctx.lengths])
         of_ranks = operations.allgather_async(lengths, None, ctx.process_set).result()
@@ -91,7 +91,7 @@ class BroadcastGradient(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Average the gradients; zeros for all ranks but the root."""
+        """Average the gradients on the root; return zeros on the other ranks."""
         average = allreduce(grad, op=ReduceOperation.AVERAGE, process_set=ctx.process_set)
         is_root = session.rank() == ctx.root_rank
         return average if is_root else torch.zeros_like(average), None, None, None
@@ -143,7 +143,7 @@ class ReducescatterGradient(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Join the gradients of all ranks, for a sum times their number as Horovod has it."""
+        """Join the gradients of all ranks; for a sum, times the number of ranks as in Horovod."""
         op, factors, process_set = ctx.options
         factor = factors[0] * factors[1]
         if op is ReduceOperation.SUM:
@@ -165,7 +165,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the combined tensors of all ranks, by their average unless ``op`` says otherwise."""
+    """Return the combined tensors of all ranks; the default ``op`` is the average."""
     options = (calls.operation_of(op, average), process_set, prescale_factor, postscale_factor)
     (found,) = _combined(AllreduceGradient, [tensor], [name], compression, *options)
     return found
@@ -190,7 +190,7 @@ def grouped_allreduce(
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the tensors of all ranks, joined along their first dimension, which may differ."""
+    """Return the tensors of all ranks, joined along the first dimension, which may differ."""
     (found,) = AllgatherGradient.apply([name], process_set, tensor)
     return found
 
@@ -235,7 +235,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of the combined tensors; their average unless ``op`` says else."""
+    """Return this rank's rows of the combined tensors; the default ``op`` is the average."""
     options = (calls.operation_of(op), process_set, prescale_factor, postscale_factor)
     (found,) = _combined(ReducescatterGradient, [tensor], [name], compression, *options)
     return found
@@ -265,7 +265,7 @@ def _combined(
     process_set: ProcessSet,
     *factors: float,
 ) -> list[Tensor]:
-    """Apply a function of autograd to compressed tensors."""
+    """Apply an autograd function to the compressed tensors."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     small = [tensor for tensor, _ in pairs]
     results = function.apply(op, names, factors, process_set, *small)

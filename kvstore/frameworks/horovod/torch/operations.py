@@ -1,9 +1,9 @@
-"""The calls of ``kvstore.horovod.torch`` that return handles, and those in place, for tensors.
+"""The calls of ``kvstore.horovod.torch`` that return handles or work in place.
 
-Arguments are dense tensors of any shape; those of ``..._async`` must not change before
+Arguments are dense tensors of any shape. Do not change an argument of an ``..._async`` call before
 ``synchronize``. A tensor on a GPU is copied to the host's memory, and its result back. Results are
-new tensors, on the device and of the dtype of the argument; names that end in ``_`` write into it.
-Here is nothing for autograd: read next ``gradients.py``.
+new tensors with the device and dtype of the argument; calls that end in ``_`` write into the
+argument. Autograd does not track these calls. Read next: ``gradients.py``, whose calls it tracks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[Tensor]:
-    """Begin to combine the tensors of all ranks, by their average unless ``op`` says otherwise."""
+    """Begin to combine the tensors of all ranks; the default ``op`` is the average."""
     found = calls.operation_of(op, average)
     factors = prescale_factor, postscale_factor
     handle = calls.all_reduce(_summand(tensor), found, name, factors, process_set)
@@ -57,7 +57,7 @@ def allreduce_async_(
 
 
 def allreduce_(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Combine the tensors of all ranks in place; arguments are those of ``allreduce_async_``."""
+    """Combine the tensors of all ranks in place; arguments as for ``allreduce_async_``."""
     return allreduce_async_(tensor, *args, **options).result()
 
 
@@ -106,7 +106,7 @@ def grouped_allreduce_async_(
 
 
 def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **options: Any) -> list[Tensor]:
-    """Combine several tensors in place; arguments are those of ``grouped_allreduce_async_``."""
+    """Combine several tensors in place; arguments as for ``grouped_allreduce_async_``."""
     return grouped_allreduce_async_(tensors, *args, **options).result()
 
 
@@ -116,9 +116,9 @@ def sparse_allreduce_async(
     op: ReduceOperation | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[Tensor]:
-    """Begin to add the sparse tensors of all ranks: each gets the indices and values of all.
+    """Begin to add the sparse tensors of all ranks; each gets all indices and values.
 
-    The handle may be called, too, as Horovod's is.
+    As in Horovod, the handle can also be called.
     """
     found = calls.operation_of(op)
     if found not in (ReduceOperation.SUM, ReduceOperation.AVERAGE):
@@ -147,7 +147,7 @@ def sparse_allreduce_async(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> CollectiveHandle[Tensor]:
-    """Begin to join the tensors of all ranks along their first dimension, which may differ."""
+    """Begin to join the tensors of all ranks along the first dimension, which may differ."""
     handle = calls.all_gather(contiguous(_on_host(tensor)), name, process_set)
     return handle.map(lambda found: _like(tensor, calls.concatenated(found)))
 
@@ -186,7 +186,7 @@ def broadcast_async_(
 
 
 def broadcast_(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Fill the tensor with that of a root; arguments are those of ``broadcast_async_``."""
+    """Fill the tensor with that of a root; arguments as for ``broadcast_async_``."""
     return broadcast_async_(tensor, *args, **options).result()
 
 
@@ -196,7 +196,10 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveHandle[tuple[Tensor, Tensor]]:
-    """Begin to send each rank its rows; gives the rows for this rank, and how many each sent."""
+    """Begin to send each rank its rows.
+
+    The result is the rows for this rank, and how many of them each rank has sent.
+    """
     counts = splits_of(splits.cpu() if isinstance(splits, Tensor) else splits)
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
     handle = calls.all_to_all(contiguous(_on_host(tensor)), counts, name, process_set)
@@ -216,7 +219,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> CollectiveHandle[Tensor]:
-    """Begin to combine the tensors of all ranks, of which each gets its share of the rows."""
+    """Begin to combine the tensors of all ranks; each rank gets its share of the rows."""
     factors = prescale_factor, postscale_factor
     found = calls.operation_of(op)
     handle = calls.reduce_scatter(_summand(tensor), found, name, factors, process_set)
@@ -231,7 +234,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> CollectiveHandle[list[Tensor]]:
-    """Begin to combine each of several tensors, of which each rank gets its share of the rows."""
+    """Begin to combine several tensors; each rank gets its share of the rows of each."""
     return calls.grouped(
         reducescatter_async,
         tensors,
@@ -267,7 +270,7 @@ def _summand(tensor: Tensor) -> Array:
 
 
 def _own_memory(tensor: Tensor) -> Array | None:
-    """Return the tensor's own memory, where a result can be written to."""
+    """Return the tensor's own memory if a result can be written there."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     return array_of(tensor)
@@ -283,7 +286,7 @@ def _like(tensor: Tensor, values: Array) -> Tensor:
 
 
 def _filled(tensor: Tensor, values: Array) -> Tensor:
-    """Copy the values into the tensor, where they are not there already."""
+    """Copy the values into the tensor, unless they are there already."""
     if tensor.device.type == "cpu":
         fill(tensor, values)
     else:

@@ -1,10 +1,10 @@
-"""``DistributedOptimizer``: combines gradients over all ranks before an optimizer of torch steps.
+"""``DistributedOptimizer``: combines the gradients of all ranks before each step.
 
-Gradients travel in buckets: one call for each, made in the backward pass as soon as all gradients
-of the bucket are there, and by ``synchronize`` for what is missing then, with zeros for parameters
-that got no gradient. The order of the buckets and their parameters is that of rank 0, which tells
-the others when the optimizer is made; a rank with other parameters gets an error there. Hooks run
-on autograd's threads, the rest on the caller's. Read next: ``operations.py``.
+Gradients are sent in buckets, with one call for each bucket. The backward pass makes this call as
+soon as all gradients of the bucket are complete. ``synchronize`` sends the remaining buckets, with
+zeros for parameters without a gradient. When the optimizer is made, rank 0 tells the others the
+order of its buckets and parameters; a rank with other parameters gets an error then. Hooks run on
+autograd's threads, the rest on the caller's. Read next: ``operations.py``.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from pslite.errors import UsageError
 
 _BUCKET_BYTES = 8 << 20
 _numbers = itertools.count()
-"""Of the optimizers of this process: calls of two of them may be under way at the same time."""
+"""Numbers this process's optimizers: calls of two of them may be in flight together."""
 
 
 @dataclass(eq=False)
 class GradientBucket:
-    """Parameters of one dtype and device whose gradients travel together, and what is under way."""
+    """Parameters of one dtype and device with gradients in one call, and that call."""
 
     name: str
     parameters: list[Tensor]
-    #: Those that have all their backward passes.
+    #: The parameters that have had all their backward passes.
     ready: set[Tensor] = field(default_factory=set)
     dense: list[Tensor] = field(default_factory=list)
     handle: CollectiveHandle[Tensor] | None = None
@@ -62,7 +62,7 @@ class ExchangeOptions:
 
 
 class GradientExchange:
-    """Sends the gradients of an optimizer's parameters, and puts the results in their place."""
+    """Sends the gradients of an optimizer's parameters, and replaces them by the results."""
 
     def __init__(self, buckets: Sequence[GradientBucket], options: ExchangeOptions) -> None:
         self.buckets = list(buckets)
@@ -79,7 +79,7 @@ class GradientExchange:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether gradients were sent whose results are not there."""
+        """Whether gradients were sent and their results are not there yet."""
         return any(bucket.is_sent for bucket in self.buckets)
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -121,7 +121,7 @@ class GradientExchange:
             )
 
     def synchronize(self) -> None:
-        """Send what was not sent, wait for all, and set the gradients."""
+        """Send the remaining buckets, wait for all of them, and set the gradients."""
         for bucket in self.buckets:
             if not bucket.is_sent:
                 self._send(bucket)
@@ -146,7 +146,7 @@ class GradientExchange:
                 parameter.grad.copy_(found)
 
     def forget(self) -> None:
-        """Begin a new step; what is under way is not waited for."""
+        """Begin a new step, without waiting for calls in flight."""
         for bucket in self.buckets:
             bucket.ready, bucket.dense, bucket.sparse = set(), [], {}
             bucket.handle, bucket.is_sent = None, False
@@ -154,7 +154,7 @@ class GradientExchange:
 
 
 class DistributedStep(torch.optim.Optimizer):  # type: ignore[misc]
-    """What :func:`DistributedOptimizer` adds to the class of an optimizer."""
+    """The methods that :func:`DistributedOptimizer` adds to an optimizer's class."""
 
     _exchange: GradientExchange | None
     _parameter_names: dict[Tensor, str]
@@ -176,14 +176,14 @@ class DistributedStep(torch.optim.Optimizer):  # type: ignore[misc]
         return super().step(closure)
 
     def synchronize(self) -> None:
-        """Wait until the gradients are those of all ranks, as for clipping them before a step."""
+        """Wait until the gradients are those of all ranks, for example to clip them."""
         if self._exchange is not None:
             self._exchange.synchronize()
         self._is_synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within the context, ``step`` only updates: ``synchronize`` was called before."""
+        """In this context, let ``step`` only update, since ``synchronize`` was called before."""
         self._must_synchronize = False
         try:
             yield
@@ -200,14 +200,14 @@ class DistributedStep(torch.optim.Optimizer):  # type: ignore[misc]
         super().zero_grad(*args, **options)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state, and forget the gradients under way."""
+        """Load a state, and forget the gradients in flight."""
         if self._exchange is not None:
             self._exchange.forget()
         self._is_synchronized = False
         super().load_state_dict(state_dict)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes come before each step, whose gradients are added."""
+        """Set the number of backward passes that add up to the gradients of a step."""
         if self._exchange is not None:
             self._exchange.set_passes(_checked_passes(passes))
 
@@ -224,17 +224,18 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return an optimizer of a subclass of the same class, which combines gradients of all ranks.
+    """Return an optimizer that combines the gradients of all ranks.
 
-    It shares parameters, options and state with ``optimizer``, which must not be used any more.
-    All ranks make it, and the names of their parameters must be the same.
+    Its class is a subclass of that of ``optimizer``. It shares parameters, options and state with
+    ``optimizer``, which must not be used any more. All ranks make it, with the same names of
+    parameters.
 
     Args:
-        named_parameters: as ``model.named_parameters()`` gives them; all of the optimizer's.
+        named_parameters: all of the optimizer's, as in ``model.named_parameters()``.
         backward_passes_per_step: how many backward passes add to a gradient before it is sent.
         gradient_predivide_factor: with ``Average``: divides before the sum, and multiplies after.
         num_groups: the older name of ``groups``.
-        groups: how many buckets, or lists of parameters that travel together; by default, buckets
+        groups: the number of buckets, or lists of parameters to send together; by default, buckets
             of about 8 MB.
         sparse_as_dense: send sparse gradients as dense ones.
 

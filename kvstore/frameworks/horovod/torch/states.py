@@ -1,7 +1,7 @@
-"""Models, optimizers and objects of one rank for all ranks; nothing is pickled.
+"""Send models, optimizers and objects of one rank to all ranks; nothing is pickled.
 
-Objects are those of ``kvstore.horovod``, with tensors in them: these travel as arrays and arrive as
-tensors on the CPU.
+Objects may contain what ``kvstore.horovod`` allows, and tensors. Tensors are sent as arrays and
+arrive as tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None
 ) -> None:
-    """Load the state and options of rank ``root_rank``'s optimizer into those of the others.
+    """Load the state and options of rank ``root_rank``'s optimizer on all ranks.
 
-    An optimizer that was not used yet has no state; then only its options go. ``model`` is only
-    for compatibility.
+    An optimizer that was not used yet has no state; then only its options are sent. ``model`` is
+    only for compatibility.
     """
     state = broadcast_object(optimizer.state_dict(), root_rank)
     if session.rank() != root_rank:
@@ -77,7 +77,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, in their order; see ``kvstore.horovod``."""
+    """Return the objects of all ranks, in rank order; see ``kvstore.horovod``."""
     return [
         _with_tensors(each)
         for each in objects.allgather_object(_without_tensors(obj), name, process_set)
@@ -85,7 +85,7 @@ def allgather_object(
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return the same with tensors as tuples of a mark, a dtype and an array of bytes."""
+    """Return the value with each tensor as a tuple of a mark, a dtype and its bytes."""
     if isinstance(value, torch.Tensor):
         data = contiguous(value.detach().cpu().reshape(-1)).view("u1")
         return (_TENSOR, str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
