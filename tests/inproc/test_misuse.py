@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from combinations import covering
 from misuse import KINDS, LARGE, PARTS, Misuse, Shared, grown, misused, ready
 from workers import Workers
 
@@ -132,8 +133,11 @@ SIZES: dict[str, np.ndarray[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", SIZES)
-@pytest.mark.parametrize("verb", ["push", "pushpull", "push_async", "with a good one"])
+@pytest.mark.parametrize(
+    ("file_cluster", "case", "verb"),
+    covering(KINDS, list(SIZES), ["push", "pushpull", "push_async", "with a good one"]),
+    indirect=["file_cluster"],
+)
 def test_a_push_of_another_size_is_refused_at_once(workers: Workers, case: str, verb: str) -> None:
     """'The value size cannot be changed', raised at wait time; locally it replaces the value."""
     wrong = SIZES[case]
@@ -278,8 +282,7 @@ SPARSE: dict[str, tuple[Misuse, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", SPARSE)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "case"), covering(KINDS, list(SPARSE), together=1))
 def test_misused_rows_are_an_error_at_the_call(kind: str, case: str) -> None:
     """On dist they abort servers, shift rows and corrupt memory in the original (L17)."""
     misuse, error, text = SPARSE[case]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import LIMIT_S
+from combinations import covering
 from misuse import KINDS, LARGE, PARTS, Misuse, Shared, grown, misused, ready
 from workers import Workers
 
@@ -352,7 +353,9 @@ MISUSES: dict[str, tuple[Misuse, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", MISUSES)
+@pytest.mark.parametrize(
+    ("file_cluster", "case"), covering(KINDS, list(MISUSES), together=1), indirect=["file_cluster"]
+)
 def test_a_call_that_makes_no_sense_is_refused_and_has_no_effect(
     workers: Workers, case: str
 ) -> None:
@@ -496,8 +499,10 @@ CLOSED: dict[str, Misuse] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", [case for case in CLOSED if case != "load_checkpoint"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    covering(KINDS, [case for case in CLOSED if case != "load_checkpoint"], together=1),
+)
 def test_a_closed_store_says_so_and_others_go_on(kind: str, case: str) -> None:
     with Workers(kind, **PARTS) as workers:
         ready(workers)

@@ -19,7 +19,7 @@ from kvstore.optimizer.states import create_state
 
 Array = np.ndarray[Any, Any]
 LENGTH = 3001
-BLOCKS = [1, 7, 64, 1000, 3000, 3001, 65536]
+BLOCKS = [7, 64, 1000, 3000, 3001, 65536]
 
 
 @pytest.fixture(autouse=True, params=SETS)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from combinations import covering
 
 from kvstore import optimizer
 from kvstore.arrays.cpu.sums import Workspace, apply_round
@@ -183,24 +184,26 @@ SIZES = [1, 0, 700, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1, 0, 3 * BLOCK_ELEMENTS - 
 FULL = {"learning_rate": 0.1, "wd": 1e-2, "rescale_grad": 0.37, "clip_gradient": 5.0}
 
 
+CASES: list[tuple[str, int, Optimizer | None]] = [
+    ("float32", 4, None),
+    ("float32", 1, optimizer.create("sgd", learning_rate=0.1)),
+    ("float32", 3, optimizer.create("sgd", **FULL)),
+    ("float32", 4, optimizer.create("sgd", momentum=0.9, **FULL)),
+    ("float64", 5, optimizer.create("sgd", momentum=0.9, learning_rate=0.3)),
+    ("int32", 3, None),
+    ("float16", 3, None),
+    ("float16", 2, optimizer.create("sgd", **FULL)),
+    ("float16", 3, optimizer.create("sgd", momentum=0.9, **FULL)),
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "num_copies", "used"),
-    [
-        ("float32", 4, None),
-        ("float32", 1, optimizer.create("sgd", learning_rate=0.1)),
-        ("float32", 3, optimizer.create("sgd", **FULL)),
-        ("float32", 4, optimizer.create("sgd", momentum=0.9, **FULL)),
-        ("float64", 5, optimizer.create("sgd", momentum=0.9, learning_rate=0.3)),
-        ("int32", 3, None),
-        ("float16", 3, None),
-        ("float16", 2, optimizer.create("sgd", **FULL)),
-        ("float16", 3, optimizer.create("sgd", momentum=0.9, **FULL)),
-    ],
+    ("case", "most_elements"), covering(CASES, [10**9, 3000], together=1), ids=str
 )
-@pytest.mark.parametrize("most_elements", [10**9, 3000])
 def test_the_kernels_bits_are_those_of_the_host(
-    tmp_path: Path, dtype: str, num_copies: int, used: Optimizer | None, most_elements: int
+    tmp_path: Path, case: tuple[str, int, Optimizer | None], most_elements: int
 ) -> None:
+    dtype, num_copies, used = case
     rng = np.random.default_rng(5)
     copies = [[values(rng, size, dtype) for _ in range(num_copies)] for size in SIZES]
     weights = [values(rng, size, dtype) for size in SIZES]
