@@ -48,6 +48,10 @@ MAX_SUMMARY = 80
 _FENCED = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 _QUOTED = re.compile(r"`[^`\n]+`")
 _WORDS = {"STRING", "COMMENT", "FSTRING_MIDDLE"}
+#: What may stand between two words of a phrase.
+_BETWEEN = re.compile(r"(?:\s|#|[rbf]{0,2}[\"'])+", re.IGNORECASE)
+#: Where the statements within a statement are.
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def words_of_markdown(text: str) -> str:
@@ -77,6 +81,8 @@ def words_of_python(text: str) -> str:
 def phrases(file: Path) -> Iterator[tuple[int, str]]:
     """Yield the phrases of a file that are not plain English, each with its line."""
     text = file.read_text(encoding="utf-8")
+    if not PHRASE.search(_BETWEEN.sub(" ", text)):  # as in most files; the rest takes long
+        return
     words = words_of_python(text) if file.suffix == ".py" else words_of_markdown(text)
     # A phrase may go on in the next line, so blanks of any kind count as one.
     spoken, line = "", 1
@@ -90,9 +96,17 @@ def phrases(file: Path) -> Iterator[tuple[int, str]]:
         yield lines[found.start()], found[0]
 
 
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module or statement, and all statements within."""
+    yield node
+    for block in _BLOCKS:
+        for inner in getattr(node, block, ()):
+            yield from _statements(inner)
+
+
 def long_summaries(text: str) -> Iterator[tuple[int, str]]:
     """Yield the docstrings whose first sentence is not one short line, each with its line."""
-    for node in ast.walk(ast.parse(text)):
+    for node in _statements(ast.parse(text)):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         summary, _, _ = (ast.get_docstring(node) or "").partition("\n\n")

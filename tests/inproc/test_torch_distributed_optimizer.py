@@ -73,11 +73,11 @@ def test_ranks_train_as_one_process_does_on_all_rows(several: Workers, name: str
 
     def script(kv: Any) -> Any:
         model = net()
-        return train(model, wrapped(kv, model, make), 50, kv.rank, kv.num_workers)
+        return train(model, wrapped(kv, model, make), 20, kv.rank, kv.num_workers)
 
     found, again = several.run(script), several.run(script)
     alone = net()
-    wanted = train(alone, make(alone.parameters()), 50, -1, len(found))
+    wanted = train(alone, make(alone.parameters()), 20, -1, len(found))
     assert bits(found[0]) == bits(found[-1]) == bits(again[0])
     assert_close(found[0], wanted)
 
