@@ -9,8 +9,8 @@
     kv.push("w", [g_device0, g_device1])    # a list is one value for each device
     kv.pull("w", out=[w_device0, w_device1])
 
-Importing starts nothing and is cheap: each name, and with it NumPy, is imported when it is first
-used. Read next: ``kvstore/stores/base.py``.
+Importing this package is cheap and starts nothing. Each name, and NumPy with it, is imported on
+first use. Read next: ``kvstore/stores/base.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from pslite.version import __version__
 
-if TYPE_CHECKING:  # what is imported on first use, for type checkers and editors
+if TYPE_CHECKING:  # tells type checkers and editors about the names imported on first use
     from kvstore import errors as errors
     from kvstore import kvstore as kvstore
     from kvstore import optimizer as optimizer
@@ -65,7 +65,7 @@ if TYPE_CHECKING:  # what is imported on first use, for type checkers and editor
     opt = optimizer
     rnd = random
 
-#: Modules whose public name is their location.
+#: Modules with a public name that is also their location.
 _OWN = ("errors", "kvstore", "optimizer")
 
 #: Other public modules: public name -> the module with the code.
@@ -125,7 +125,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts misspelt names
 
     def __getattr__(name):
         if name in _OWN or name in _PUBLIC:
@@ -143,7 +143,7 @@ if not TYPE_CHECKING:  # with this, a type checker would accept misspelt names
 class _PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import finder for public names: ``kvstore.gluon`` and others.
 
-    Both names give the same module object, also for the modules within.
+    Both names give the same module object. The same is true of their submodules.
     """
 
     def find_spec(
@@ -170,7 +170,7 @@ class _PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Absent:
-    """Import finder with words for missing modules of MXNet and Horovod."""
+    """Import finder that explains missing modules of MXNet and Horovod."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -182,6 +182,6 @@ class _Absent:
                 raise ModuleNotFoundError(sentence(package, own), name=name)
 
 
-if str(_Absent) not in map(str, sys.meta_path):  # as when this is loaded again
+if str(_Absent) not in map(str, sys.meta_path):  # it is there if this module is reloaded
     sys.meta_path.insert(0, _PublicNames())
     sys.meta_path.append(_Absent)

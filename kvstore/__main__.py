@@ -36,7 +36,7 @@ _USAGE = "\n".join(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code; 2 if it does not exist.
+    """Run one subcommand and return its exit code, or 2 if it does not exist.
 
     ``arguments`` are the command line without the program's name (default: this process's).
     """

@@ -1,8 +1,8 @@
 """``create``: make a store by the name of its type.
 
-Names must match one table exactly, in lower case; MXNet searches for parts of words, so that a
-typing mistake gives a ``local`` store. Distributed stores are imported when one is created. The
-import has no effect. Read next: ``stores/base.py``.
+The lower-cased name must be in one table. MXNet only searches the name for parts of words, so a
+typo there gives a ``local`` store. The code of distributed stores is imported when one is created.
+Importing this module has no side effects. Read next: ``stores/base.py``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ STORE_TYPES: dict[str, str] = {
 
 
 _PLUG_INS = dict.fromkeys(("horovod", "byteps"), "kvstore.frameworks.horovod.store")
-"""Names of stores that register themselves, with their module, imported when one is made."""
+"""Names of stores that register themselves -> the module to import when one is created."""
 
 
 def create(name: str = "local", **options: Any) -> KVStore:
-    """Make a new store of the type ``name``; upper and lower case mean the same.
+    """Make a new store of the type ``name``; case does not matter.
 
     ``local``
         one process; values are added and updated in the host's memory.
@@ -73,7 +73,7 @@ def create(name: str = "local", **options: Any) -> KVStore:
         importlib.import_module(_PLUG_INS[given])
     plug_in = KVStoreBase.kv_registry.get(given)
     if plug_in is not None:
-        # A plug-in has what training code needs of a store; checkers see the whole interface.
+        # A plug-in has the methods that training code needs. Type checkers see all of KVStore.
         return cast(KVStore, plug_in(**options))
     canonical = STORE_TYPES[given]
     if canonical.startswith("dist"):

@@ -2,9 +2,10 @@
 
 The command asks as an observer (``pslite/apps/observer.py``), which does not join the job. It
 prints the answer as tables, as JSON or in one line; ``docs/status.md`` explains the columns. A
-``Survey`` has counters, so a rate of traffic needs two surveys. The exit code is 0; 1 if no answer
-comes or the key is wrong; 2 if the command or a setting is invalid. An error is one sentence. With
-``--kubernetes``, the same command runs in the scheduler's pod, which has the address and the key.
+``Survey`` has counters, so a rate of traffic needs two surveys. The exit code is 0 on success, 1 if
+no answer comes or the key is wrong, and 2 if the command or a setting is invalid. An error is one
+sentence. With ``--kubernetes``, the same command runs in the scheduler's pod, which has the address
+and the key.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LEAST_WATCH_S = 0.5
 """The shortest time between two surveys: the scheduler repeats a younger one."""
 _CLEAR = "\x1b[H\x1b[2J"
 _SLOWER = 0.9
-"""A worker is reported as slow if its rate is below this share of the fastest one's, ..."""
+"""A worker is reported as slow if its rate is below this share of the fastest worker's, ..."""
 _LESS_WAIT = 0.1
 """... or if it waits this much less than the others, because they wait for it."""
 _TRAFFIC = ("sent_bytes", "received_bytes", "shared_bytes")

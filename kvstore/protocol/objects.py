@@ -1,6 +1,6 @@
 """Encode and decode plain objects for ``broadcast_object``. Pure.
 
-An object is None, a bool, a number, a text, bytes, an array, or a list, tuple, set or dict of such.
+An object is None, a bool, number, text, bytes or array, or a list, tuple, set or dict of these.
 It becomes a tree in MessagePack, in which a list is ``["l", ...]``, a tuple ``["t", ...]``, a set
 ``["s", ...]``, a dict ``["d", key, value, ...]`` and an array ``["a", dtype, shape]``; the
 arrays' memory follows, in the same order. Reading makes nothing but these types: no
@@ -32,7 +32,7 @@ def pack_object(value: object) -> tuple[bytes, list[Flat]]:
     """Return the tree of an object and its arrays; these may share its memory.
 
     Raises:
-        ArgumentTypeError: it contains something that is not plain, which the text names.
+        ArgumentTypeError: it contains something that is not plain; the text names it.
         ArgumentValueError: it is too large, or too deep.
     """
     arrays: list[Flat] = []

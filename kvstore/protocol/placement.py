@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pslite import Config
 
 CHUNK_BYTES = 1 << 20
-"""Largest size of a part. Larger messages are slower, and so are many small ones."""
+"""The largest size of a part. Larger messages are slower, and so are many small ones."""
 
 
 def chunk_ranges(
@@ -21,9 +21,9 @@ def chunk_ranges(
     """Return the parts of a flat array as ``(start, stop)`` element ranges, in order.
 
     All but the last hold ``chunk_bytes // itemsize`` elements (at least one). The borders
-    depend on these arguments only, never on the number of servers, so that sums, states and
-    versions mean the same in any cluster. An empty array has one empty part: it takes part in
-    rounds like any other key.
+    depend only on these arguments, never on the number of servers, so sums, states and versions
+    mean the same in any cluster. An empty array has one empty part, so it is in rounds like any
+    other key.
     """
     step = _step(itemsize, chunk_bytes)
     starts = range(0, max(num_elements, 1), step)
@@ -31,7 +31,7 @@ def chunk_ranges(
 
 
 def num_chunks(num_elements: int, itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Return how many parts ``chunk_ranges`` gives, without making them."""
+    """Return how many parts ``chunk_ranges`` returns, without making them."""
     step = _step(itemsize, chunk_bytes)
     return max(-(-num_elements // step), 1)
 

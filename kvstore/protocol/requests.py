@@ -132,7 +132,7 @@ class PartEntry(NamedTuple):
     num_elements: int
     dtype: np.dtype[Any]
     width: int = 1
-    """Numbers in a row of the key, 1 at least; a row may be cut."""
+    """Numbers in a row of the key, at least 1; a row may be cut."""
 
     def serves(self, scope: str) -> bool:
         """Return whether optimizers of this scope can work on it."""
@@ -184,7 +184,7 @@ def unpack(body: bytes, *kinds: type) -> list[Any]:
 
 
 def _checked(data: Any, what: str, *kinds: type | Callable[[Any], bool]) -> list[Any]:
-    """Check a list of fields, each of a type, or as a function says."""
+    """Check each of a list of fields by its type or by a function."""
     if type(data) is not list or len(data) != len(kinds):
         raise unexpected(f"{what} of {len(kinds)} fields", data)
     for field, kind in zip(data, kinds, strict=True):

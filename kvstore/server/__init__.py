@@ -1,7 +1,7 @@
 """Run a server or scheduler: ``python -m kvstore.server``, by DMLC_ROLE.
 
 ``install`` adds the parts that stores need to a node: the directory of keys to the scheduler, the
-stores themselves to a server. Importing has no effect. Read next: ``app.py``.
+stores themselves to a server. Importing this module has no side effects. Read next: ``app.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pslite.node.log import try_to_stderr
 from pslite.resource_limits import allow_files
 from pslite.version import __version__
 
-#: The launcher's option sets the variable, and a server sees only that.
+#: The launcher's option sets this variable; a server sees only the variable.
 _SOURCE = "--server-import or KVSTORE_SERVER_IMPORT"
 
 
@@ -59,7 +59,7 @@ def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
 
 
 def _shares(node: Postoffice) -> Sequence[float] | None:
-    """Return each server's share of all bytes; None for equal shares.
+    """Return each server's share of all bytes, or None for equal shares.
 
     The roster must be known.
     """
@@ -147,7 +147,7 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
     try:
         node.finished.result()
     except PSError as error:
-        # First the exit code: the launcher may end this process while it informs its peers.
+        # Report the exit code first: the launcher may end this process while it informs its peers.
         exit_code = _failed(error)
     except KeyboardInterrupt:
         # A node that still needs this one has lost it. After a goodbye, the next node that ends

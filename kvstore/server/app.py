@@ -27,7 +27,7 @@ from pslite.errors import ProtocolError, UsageError
 from pslite.ids import Role, rank_of
 from pslite.plane import Formed, Job, Outcome, Piece, ServerPlane
 
-#: Requests that one worker makes for all of them: the lowest live rank, chosen by the directory.
+#: Requests that one worker makes for all: the lowest live rank, which the directory chooses.
 ONCE_FOR_ALL = frozenset(
     {
         StoreCall.INIT,
@@ -75,7 +75,7 @@ class OneForAll:
         def look() -> None:
             try:
                 self._look(incoming, patience_s - _LOOK_EVERY_S)
-            except BaseException as error:  # as of any app; it must not end the I/O thread
+            except BaseException as error:  # an app's error must not end the I/O thread
                 incoming.fail(error)
 
         self._node.io_queue.call_later(_LOOK_EVERY_S, look)
@@ -154,7 +154,7 @@ class ServerStores:
             if job.is_formed:
                 return [self._apply_formed(job) for job in jobs]
             num_rounds += len(job.parts)
-        # A statistic: a lost count between threads does no harm.
+        # Only a statistic: if threads race and lose a count, it does no harm.
         self._num_rounds += num_rounds
         return self._dense.apply(jobs)
 

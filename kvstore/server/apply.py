@@ -3,7 +3,7 @@
 Parts that are neighbours in an arena and have the same optimizer are a ``Stretch``, which is
 computed once for a list of parts. If the contributions of a round are neighbours in memory as well,
 within one job or over several, the parts become one ``PartRun``, which adds and updates them
-together. So a model of many small keys takes a few calls of NumPy instead of one for each key. Runs
+together. So a model of many small keys takes a few NumPy calls instead of one for each key. Runs
 on the pool thread of the arena's lane. Pure: no sockets, no clock. Read next:
 ``arrays/cpu/sums.py`` for the arithmetic, ``part_table.py``, which calls this module.
 """
@@ -91,7 +91,7 @@ class PartRun:
     count: int
     pieces: list[Piece]
     members: list[tuple[int, range]]
-    """(index of a job, some of its parts): the parts that fail if this run fails."""
+    """Pairs (index of a job, some of its parts): the parts that fail if this run fails."""
     out: Flat | None
     """Bytes to which the new values are copied."""
 
@@ -129,7 +129,7 @@ class PartRun:
             apply_round(weight, [total], optimizer, state, self.count + 1, arena.workspace)
             return
         itemsize = weight.itemsize
-        # If a worker's values come in several frames: each piece up to the end of a frame.
+        # A worker's values may come in several frames: take pieces that end where a frame ends.
         begin = 0
         for end in [*cuts_of(self.pieces), weight.nbytes]:
             some = slice(begin // itemsize, end // itemsize)

@@ -1,4 +1,4 @@
-"""The sums of collective calls on a server, by compiled kernels if possible.
+"""The sums of collective calls on a server, with compiled kernels where possible.
 
 ``pslite``'s own arithmetic does the rest, and the results have the same bits. Runs on the pool.
 """

@@ -1,9 +1,9 @@
 """The scheduler's directory of stores, keys and optimizers.
 
-The lowest live rank decides (rank 0 unless it is gone): its ``init`` gives a key its shape,
-dtype and placement, its ``set_optimizer`` the optimizer. The same calls of other ranks wait
-for it and are compared with it, in whatever order the ranks make them. A joint call of all ranks
-(``delete``, loading) is carried out by the deciding rank once all have made it.
+The lowest live rank decides (rank 0 unless it is gone). Its ``init`` sets a key's shape, dtype and
+placement; its ``set_optimizer`` sets the optimizer. The same calls of other ranks wait for the
+deciding rank's call and are compared with it, in whatever order the ranks make them. The deciding
+rank carries out a joint call of all ranks (``delete``, loading) once all have made it.
 Pure, except that it sends answers; runs on the scheduler's I/O thread. Next: ``joint_calls.py`` and
 ``stores/dist/store.py``, which sends the requests.
 """
@@ -42,7 +42,7 @@ _HEADER_BYTES = 65_536
 
 @dataclass(slots=True)
 class _Waiting:
-    """A rank's ``init`` that waits for the deciding rank's."""
+    """A rank's ``init`` call that waits for the deciding rank's call."""
 
     incoming: Incoming
     rank: int
@@ -222,7 +222,7 @@ class Directory:
         return [store.entries[each.key] for each in specs]
 
     def _chunk_bytes_of(self, spec: KeySpec, scope: str) -> int:
-        """Return the largest size of parts that cuts no row or key that must stay whole."""
+        """Return the largest part size that cuts no row or key that must stay whole."""
         if scope == "key":
             return max(self._chunk_bytes, spec.nbytes)
         if scope == "row":

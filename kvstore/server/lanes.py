@@ -83,7 +83,7 @@ class Lanes:
                     is_last = left == 0
                 if is_last:
                     answer()
-            except BaseException as error:  # an optimizer's SystemExit, too, is an answer
+            except BaseException as error:  # also answer with an optimizer's SystemExit
                 incoming.fail(error)
 
         if not lanes:

@@ -22,7 +22,7 @@ def keep_freed_memory() -> None:
     """Make malloc reuse the memory of received messages.
 
     By default it gives each message's pages back to the system, which then clears new pages for the
-    next message: a tenth of a server's time over TCP. Call it before threads are started.
+    next message. That takes a tenth of a server's time over TCP. Call this before starting threads.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -90,7 +90,7 @@ class Arena:
         self.weight: Flat = allocate(nbytes).view(dtype)
         self.workspace = Workspace()
         self.parts: list[Part] = []
-        #: How many times its memory was written; a copy with the same number is up to date.
+        #: How often its memory was written; a copy with the same number is up to date.
         self.changes = 0
         self._optimizer: Optimizer | None = None
         self._state: tuple[Flat, ...] = ()
@@ -165,8 +165,8 @@ class Part:
     def check_push(self, data: Flat) -> None:
         """Raise ``ProtocolError`` for bytes that are not a valid contribution.
 
-        So only the sender gets the error; if the round failed later, all workers would get it. Any
-        thread may call this.
+        This way only the sender gets the error; if the round failed later, all workers would get
+        it. Any thread may call this.
         """
         chain = self.rule.chain
         if chain is None:
@@ -188,7 +188,7 @@ class Part:
 
     @property
     def title(self) -> str:
-        """The key, for people."""
+        """The key, as text for people."""
         return f"key {self.entry.key!r}"
 
     @property
@@ -219,7 +219,8 @@ class Part:
     def write(self, count: int, frames: Sequence[Any], *, has_values: bool) -> None:
         """Set the count, the states, and the values if there are any.
 
-        A master weight that does not round to the value is set to it; with an empty frame, all are.
+        A master weight that does not round to its value is set to the value. If the frame of the
+        master weights is empty, all of them are.
         Raises ``ValueMismatchError`` for other sizes; then nothing has changed. Runs on the lane's
         thread.
         """

@@ -1,9 +1,9 @@
 """``OptimizerCalls``: compare the optimizers that the workers of a store set.
 
-The deciding rank's calls take effect; the same call of another rank is compared with them, no
-matter which comes first. Only the last calls are remembered, since a script may set a learning rate
-in every step; the call of a rank that is further behind is not compared. Pure, except that it sends
-answers; part of the directory, on the scheduler's I/O thread.
+The deciding rank's calls take effect. Each call of another rank is compared with the deciding
+rank's same call, no matter which comes first. Only the last calls are remembered, since a script
+may set a learning rate in every step; the call of a rank that is further behind is not compared.
+Pure, except that it sends answers. Part of the directory, on the scheduler's I/O thread.
 """
 
 from __future__ import annotations

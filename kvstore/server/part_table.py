@@ -1,8 +1,8 @@
 """The parts of a server, by number: find, read and update them.
 
-Requests name the same lists of parts again and again, so the neighbours in a list are computed
-once. Read next: ``memory.py`` for the memory of parts, ``apply.py`` for how a round is applied to
-them, ``dense.py``, which calls this module.
+Requests name the same lists of parts again and again, so the neighbours in a list are computed only
+once. Read next: ``memory.py`` for the memory of parts, ``apply.py`` for how a round is applied, and
+``dense.py``, which calls this module.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Frame(NamedTuple):
 class PartTable:
     """The parts of a server, with a cache of the neighbours in lists of parts.
 
-    The I/O thread adds and removes parts, pool threads apply rounds to them.
+    The I/O thread adds and removes parts; pool threads apply rounds to them.
     """
 
     def __init__(self) -> None:

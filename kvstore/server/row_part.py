@@ -149,7 +149,7 @@ class RowPart(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, fields: Sequence[Any], columns: Sequence[Ids]) -> None:
-        """Begin to replace the stored rows by those of a file."""
+        """Begin to replace the stored rows with those of a file."""
 
     @abc.abstractmethod
     def write(self, frames: Sequence[Any]) -> None:
@@ -171,13 +171,13 @@ def check_fits(title: str, num_rows: int, nbytes: int, most_bytes: int) -> None:
 
 
 def check_ids(ids: Ids, num_rows: int) -> None:
-    """Raise ``ProtocolError`` unless ids are rising and below ``num_rows``."""
+    """Raise ``ProtocolError`` unless ids are ascending and below ``num_rows``."""
     if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows and is_increasing(ids)):
         raise ProtocolError(f"expected increasing ids of a part with {num_rows} rows, got {ids}")
 
 
 def longs(frame: Any) -> Ids:
-    """Return a frame as int64 numbers. Raises ``ProtocolError`` for an odd size."""
+    """Return a frame as int64 numbers. Raises ``ProtocolError`` for a bad size."""
     if memoryview(frame).nbytes % 8:
         raise ProtocolError(f"expected numbers of 8 bytes, got {memoryview(frame).nbytes} bytes")
     numbers: Ids = np.frombuffer(frame, "<i8").astype(np.int64, copy=False)

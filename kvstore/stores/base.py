@@ -4,8 +4,8 @@ The methods here only delegate. Read next: ``arguments.py`` for the checks that 
 then ``stores/local/store.py``, the shortest store; ``plugin.py`` for the interface of plug-in
 stores.
 
-Names and meaning are those of MXNet (``python/mxnet/kvstore/base.py`` and ``kvstore.py``);
-``docs/migration.md`` says where they differ.
+The methods have the names and meaning of MXNet's (``python/mxnet/kvstore/base.py`` and
+``kvstore.py``); ``docs/migration.md`` lists the differences.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class KVStore(WorkerCalls):
 
     @abc.abstractmethod
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Update the stored values by ``optimizer`` at each push from now on.
+        """Update the stored values with ``optimizer`` at each push from now on.
 
         An equal optimizer changes nothing; one of the same class with other parameters keeps each
         key's state and update count; one of another class resets them. With several workers, rank
@@ -211,7 +211,7 @@ class KVStore(WorkerCalls):
         ``--server-import``).
         """
 
-    # -- the same as futures -----------------------------------------------------------
+    # -- the same calls, returning futures ---------------------------------------------
 
     @abc.abstractmethod
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Future[None]:
@@ -387,7 +387,7 @@ class KVStore(WorkerCalls):
     def zeros(
         self, shape: int | Sequence[int], dtype: DTypeLike = np.float32
     ) -> np.ndarray[Any, Any]:
-        """Make an array as ``empty`` does, filled with zeros."""
+        """Make an array like ``empty``, filled with zeros."""
         array = self.empty(shape, dtype)
         array.fill(0)
         return array

@@ -1,8 +1,8 @@
 """``OneRank``: the collective calls of a process without peers and servers.
 
-Stores of one process have it, and ``kvstore.horovod`` where a script is started as ``python
-train.py``. It has the methods of ``pslite.Communicator`` that they use, and returns futures that
-are done. Pure.
+Stores of one process use it, and so does ``kvstore.horovod`` in a script started as ``python
+train.py``. It has the methods of ``pslite.Communicator`` that they need, and returns futures that
+are already done. Pure.
 """
 
 from __future__ import annotations

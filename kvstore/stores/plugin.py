@@ -1,10 +1,10 @@
 """``KVStoreBase``: the interface of stores and plug-ins, with a registry.
 
-``KVStoreBase`` is what a plug-in implements, and the base of this package's own stores as well.
-``create("teststore")`` is the smallest plug-in, for tests of code that takes any store: one
-process, without an optimizer or stored values; ``broadcast`` copies and ``pushpull`` adds. Names
-and meaning are those of MXNet (python/mxnet/kvstore/base.py). Read next: ``base.py``, what the
-stores of this package offer.
+Plug-ins implement ``KVStoreBase``, and this package's own stores derive from it. The smallest
+plug-in is ``create("teststore")``, for testing code that takes any store. It runs in one process,
+has no optimizer and stores no values: ``broadcast`` copies and ``pushpull`` adds. The methods have
+the names and meaning of MXNet's (python/mxnet/kvstore/base.py). Read next: ``base.py``, the
+interface of this package's stores.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KVStoreBase:
     """The capability to run an optimizer in the store."""
 
     kv_registry: ClassVar[dict[str, builtins.type]] = {}
-    """Registered classes by the name that ``create`` takes."""
+    """The name that ``create`` takes -> the registered class."""
 
     @staticmethod
     def register(klass: _Class) -> _Class:
@@ -99,7 +99,7 @@ class KVStoreBase:
     def pushpull(
         self, key: Keys, value: Values, out: Values | None = None, priority: int = 0
     ) -> None:
-        """Push and then pull in one round; without an optimizer, an all-reduce.
+        """Push and pull in one round; without an optimizer this is an all-reduce.
 
         ``out`` has one array or a list for each key. Without it the result is written into
         the arrays of ``value``.
@@ -114,7 +114,7 @@ class KVStoreBase:
         raise NotImplementedError
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Let pushes update the stored values by ``optimizer`` from now on."""
+        """Update the stored values with ``optimizer`` at each push from now on."""
         raise NotImplementedError
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
@@ -132,16 +132,16 @@ class KVStoreBase:
     ) -> Any:
         """Copy rows ``row_ids`` of each key into ``out``.
 
-        ``row_ids`` is an array of ids, or a list of ints: any integer dtype, any shape, any order,
-        repeated or not; it may be empty. For a single key, ``out`` may be a list of arrays; then
-        ``row_ids`` is one array for all of them, or a list with one for each. For a list of keys,
-        ``out`` and ``row_ids`` are lists with an item for each key.
+        ``row_ids`` is an array of ids or a list of ints. It may have any integer dtype, shape and
+        order, may repeat ids and may be empty. For a single key, ``out`` may be a list of arrays;
+        then ``row_ids`` is one array for all of them, or a list with one for each. For a list of
+        keys, ``out`` and ``row_ids`` are lists with an item for each key.
 
-        A ``RowSparseArray`` in ``out`` afterwards holds exactly the requested rows, sorted by id
-        without repetition and cast to its dtype; rows that the store does not have are zero. Any
-        other array must have the shape of the ids followed by the shape of a row, and gets the rows
-        in the order of the ids. Without ``out``, returns a new ``RowSparseArray`` (or a list, if
-        ``row_ids`` is a list of arrays). The key may be dense, too.
+        After the call, a ``RowSparseArray`` in ``out`` holds exactly the requested rows, each once,
+        sorted by id and cast to its dtype; rows that the store does not have are zero. Any other
+        array must have the shape of the ids followed by the shape of a row, and gets the rows in
+        the order of the ids. Without ``out``, returns a new ``RowSparseArray`` (or a list, if
+        ``row_ids`` is a list of arrays). The key may also be dense.
 
         Raises ``ArgumentTypeError`` for ids that are not integers, ``ArgumentValueError`` for ids
         out of range or if ``row_ids`` is None, ``ValueMismatchError`` for lists and arrays that do
@@ -193,14 +193,15 @@ class KVStoreBase:
         )
 
     def set_gradient_compression(self, compression_params: CompressionParams) -> None:
-        """Encode pushed values, for example by ``{"type": "2bit", "threshold": 0.5}``.
+        """Compress pushed values, for example with ``{"type": "2bit", "threshold": 0.5}``.
 
-        ``compression_params`` is a dictionary, or a list of dictionaries, of which the first that
-        matches a key is used; None turns compression off. ``docs/compression.md`` lists the codecs
-        and their parameters. Codecs with error feedback add the lost part of a gradient to the next
-        push of the key; this call drops these residuals. With several workers, all must call it
-        with the same parameters; no thread may push or pull meanwhile (``UsageError``). Raises
-        ``ArgumentTypeError`` and ``ArgumentValueError``, which list the valid parameters.
+        ``compression_params`` is a dictionary, or a list of dictionaries: each key uses the first
+        one that matches it. None turns compression off. ``docs/compression.md`` lists the codecs
+        and their parameters. Codecs with error feedback add the lost part of a gradient (the
+        residual) to the next push of the key; this call drops all residuals. With several workers,
+        all must call it with the same parameters; no thread may push or pull meanwhile
+        (``UsageError``). Raises ``ArgumentTypeError`` and ``ArgumentValueError``, which list the
+        valid parameters.
         """
         raise NotSupportedError(
             f"a {self.type} store cannot compress gradients; do not call "
@@ -210,7 +211,7 @@ class KVStoreBase:
 
 @KVStoreBase.register
 class TestStore(KVStoreBase):
-    """A store that adds on the first value's device and keeps nothing, for tests.
+    """A store for tests: it adds on the first value's device and stores nothing.
 
     A key may be broadcast any number of times.
     """

@@ -27,7 +27,7 @@ def shard(
     epoch: int = 0,
     shuffle: bool = True,
 ) -> NDArray[np.int64]:
-    """Return the samples that worker ``rank`` visits in ``epoch``: one batch a row.
+    """Return the samples that worker ``rank`` visits in ``epoch``, one batch per row.
 
     The result is int64 indices of shape (num_batches, batch_size). Every worker computes the same
     order of all samples from ``seed`` and ``epoch``, and the workers take batches from it in turn.

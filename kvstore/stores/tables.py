@@ -232,13 +232,13 @@ class Table(abc.ABC):
         return self._files.home.counters().next_mark - 1
 
     def load(self, path: Path) -> None:
-        """Replace all rows by those of an export, or apply a delta.
+        """Replace all rows with those of an export, or apply a delta.
 
-        A delta fits a table that has loaded the export at the delta's beginning, or one between its
-        beginning and its end, and has only been pulled from since. A delta of another table, or of
-        another run, does not fit, whatever its marks. If the capacity is too small, the rows that
-        were touched last are kept. Raises ``CheckpointError`` for a damaged file and for one that
-        does not fit.
+        A delta fits a table that has loaded an export made at the delta's beginning, or between its
+        beginning and its end, and that has only been pulled from since. A delta of another table or
+        of another run never fits, whatever its marks. If the capacity is too small, the table keeps
+        the rows that were touched last. Raises ``CheckpointError`` for a damaged file and for one
+        that does not fit.
         """
         with self._call():
             file = checked_path(path)
@@ -255,7 +255,7 @@ class Table(abc.ABC):
 
     @abc.abstractmethod
     def _call(self) -> AbstractContextManager[None]:
-        """Begin a call: raise if the table is closed, and keep other calls out if needed."""
+        """Begin a call: raise if the table is closed, and lock out other calls if needed."""
 
     @abc.abstractmethod
     def _pull(self, ids: Ids, out: RowValues, *, touches: bool) -> None:
@@ -271,11 +271,11 @@ class Table(abc.ABC):
 
     @abc.abstractmethod
     def _settle(self) -> None:
-        """Wait for this worker's pushes and pulls; later requests may overtake them."""
+        """Wait for this worker's pushes and pulls, which later requests could overtake."""
 
     @abc.abstractmethod
     def _together(self, name: str, act: Callable[[int], Any]) -> Any:
-        """Have one worker ``act`` when all have called and nothing is in flight."""
+        """Have one worker run ``act`` once all have called and nothing is in flight."""
 
 
 T = TypeVar("T", bound=Table)

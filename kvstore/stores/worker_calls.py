@@ -1,8 +1,8 @@
 """Calls by which the workers of a store exchange data without keys.
 
-All workers make the same calls in the same order, except ``send`` and ``recv``. ``pslite``'s
-Communicator does the work, or in a store of one process ``OneRank``; this module converts arrays of
-any library to NumPy and waits. Runs on the caller's thread.
+All workers must make the same calls in the same order, except ``send`` and ``recv``. ``pslite``'s
+Communicator does the work (``OneRank`` in a store of one process). This module converts arrays of
+any library to NumPy, and waits for the result. It runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WorkerCalls(KVStoreBase, abc.ABC):
 
     @abc.abstractmethod
     def _check_may_wait(self) -> None:
-        """Raise ``ClosedError`` in a closed store; else return if this thread may wait."""
+        """Raise ``ClosedError`` if closed, or an error if this thread may not wait."""
 
     @abc.abstractmethod
     def _wait(self, future: Future[Any]) -> Any:
@@ -122,7 +122,7 @@ class WorkerCalls(KVStoreBase, abc.ABC):
         self._wait(self._group.send(_host(value), to, tag))
 
     def recv(self, source: int | None = None, tag: int = 0) -> ReceivedArray:
-        """Return the oldest message with this tag from worker ``source``, or from any."""
+        """Return the oldest message with this tag from ``source``, or from any worker."""
         self._check_may_wait()
         found: ReceivedArray = self._wait(self._group.recv(source, tag))
         if found.dtype == "bfloat16":
