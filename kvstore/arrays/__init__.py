@@ -3,8 +3,8 @@
 One file per library implements :class:`Adapter`; ``adapter_for`` chooses it by the name of the
 value's class, so a library is imported only when a caller passes one of its arrays. Adapters keep
 no arrays, and change only those that they are told to write. Any thread may call; an adapter has
-no state. Read next: ``buffer.py`` for NumPy's arrays, then ``cupy.py`` (the same on GPUs); arrays
-of all other libraries are viewed as NumPy's or CuPy's.
+no state. Read next: ``buffer.py`` for NumPy's arrays, then ``cupy.py`` (the same on GPUs); the
+adapters of all other libraries view arrays as NumPy's or CuPy's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _JAX_PACKAGES = ("jax", "jaxlib")
 _PACKAGES = frozenset({*(package for package, _ in _LIBRARIES), *_JAX_PACKAGES})
 _OFFERS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 _NO_DTYPE = (bool, int, float, complex, str, bytes, bytearray, list, tuple, np.generic)
-"""Types that are not arrays or lack a dtype, though some offer their memory as an array."""
+"""Types that are not arrays or lack a dtype, although some expose their memory as an array."""
 
 
 _adapters: dict[type, Adapter] = {}
@@ -52,10 +52,10 @@ class Adapter(Protocol):
     """The operations that a store needs from an array library.
 
     Stores access a caller's array only through its adapter: ``array.dtype`` of a tensor is
-    not a dtype of NumPy. ``dtype`` must be the first call for a caller's array. It refuses arrays
+    not a dtype of NumPy. Call ``dtype`` first for a caller's array. It raises an error for arrays
     whose values cannot be read; the other methods do not check that again.
 
-    ``host`` arrays are NumPy's. The caller owns a result that is called new. Any other result may
+    ``host`` arrays are NumPy's. The caller owns results that are called "new". Any other result may
     share the argument's memory; do not write to it, and read it before the argument changes.
     """
 
@@ -73,15 +73,15 @@ class Adapter(Protocol):
     def memory(self, array: Array) -> np.ndarray[Any, Any] | None:
         """Return the array's own memory as flat, writable bytes, in element order.
 
-        None if values in native byte order cannot be written there directly. The writer calls
-        ``written`` afterwards.
+        Returns None if values in native byte order cannot be written there directly. Call
+        ``written`` after writing.
         """
 
     def device_memory(self, array: Array) -> NativeArray | None:
         """Return the array's memory on a GPU as a writable C-contiguous CuPy array.
 
-        None if the memory does not hold the elements as they are. The writer calls ``written``
-        afterwards.
+        Returns None if the memory does not hold the elements unchanged. Call ``written`` after
+        writing.
         """
 
     def written(self, array: Array) -> None:
@@ -91,7 +91,7 @@ class Adapter(Protocol):
         """Return the device on which the array lives."""
 
     def on(self, context: Context) -> AbstractContextManager[None]:
-        """Use ``context`` as the library's device in the block; wait for work at the end."""
+        """Use ``context`` as the library's device in a block; at its end, wait for work."""
 
     def why_read_only(self, array: Array) -> str | None:
         """Return why the array cannot be written to and what to do; None if it can."""
@@ -186,7 +186,7 @@ def adapter_for(value: object) -> Adapter:
 def are_native(arrays: Sequence[object]) -> bool:
     """Return whether all are NumPy's or CuPy's own arrays, which need no adapter.
 
-    False is not an error: a class that has not been seen yet is not known as one of these.
+    False is not an error: a class is known only after it was seen once.
     """
     return all(isinstance(_adapters.get(kind), NativeAdapter) for kind in set(map(type, arrays)))
 

@@ -20,9 +20,9 @@ _DEVICE_TYPES = ("cpu", "gpu")
 class Context:
     """A device: a type (``"cpu"`` or ``"gpu"``) and a number. Immutable.
 
-    Within ``with mx.gpu(1):``, arrays that are created without a device in this thread (or task)
-    are on that one. ``Context(other)`` of another context returns an equal one. NumPy arrays are
-    all on ``cpu(0)``; other CPU numbers are accepted, as in MXNet, and mean the same memory.
+    Within ``with mx.gpu(1):``, arrays that this thread (or task) creates without a device are on
+    that GPU. ``Context(other)`` returns a context equal to ``other``. NumPy arrays are all on
+    ``cpu(0)``; other CPU numbers are accepted, as in MXNet, and mean the same memory.
     Raises ``ArgumentTypeError`` for an unknown type or a number that is not an index.
     """
 
@@ -108,7 +108,7 @@ def num_gpus() -> int:
         return 0
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # a type checker would accept every name, misspelt ones too
 
     def __getattr__(name):
         from kvstore.errors.hints import missing

@@ -1,8 +1,8 @@
 """The adapter for CuPy arrays; the only import of CuPy in the project.
 
 CuPy is loaded at the first ``gpu(i)`` or the first CuPy array, never before. Arithmetic is
-written as NumPy ufuncs, which CuPy arrays execute on their device (NEP 13), so that the
-formulas exist once. Any thread may call: CuPy keeps the current device for each thread, and this
+written as NumPy ufuncs, which CuPy arrays execute on their device (NEP 13), so each formula is
+written only once. Any thread may call: CuPy keeps the current device for each thread, and this
 module restores it. The tests are in ``tests/gpu``.
 
 Order of work on a GPU: kernels and copies are queued on the calling thread's current stream.
@@ -133,7 +133,7 @@ def _gpu(device: int) -> Context:
 # -- devices, streams and addresses --------------------------------------------------------
 
 Rows = Sequence[Sequence[NativeArray]]
-"""A row for each key: its arrays, C-contiguous CuPy arrays of one size and dtype."""
+"""For each key a row of its arrays: C-contiguous CuPy arrays of the same size and dtype."""
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def near(rows: Sequence[Sequence[Array]], home: Context) -> Rows:
     return [[_near(array, home) for array in row] for row in rows]
 
 
-# Called for hundreds of arrays of each call of a store, these are faster than loops.
+# A store calls these for hundreds of arrays in each call; they are faster than loops.
 _address = attrgetter("data.ptr")
 _device = attrgetter("data.device_id")
 _is_contiguous = attrgetter("flags.c_contiguous")

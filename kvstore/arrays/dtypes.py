@@ -129,9 +129,8 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def dtype_text(dtype: np.dtype[Any]) -> str:
     """Return a dtype as text: byte order, kind and size.
 
-    The format is that of NumPy's array interface.
-
-    That format lacks bfloat16; its text is ``"bfloat16"``.
+    The format is that of NumPy's array interface, which lacks bfloat16; its text is
+    ``"bfloat16"``.
     """
     return _BFLOAT16 if is_bfloat16(dtype) else str(dtype.str)
 

@@ -1,10 +1,10 @@
 """Initializers for parameters, such as ``mx.init.Xavier()``.
 
 Each is a callable (name, shape, rng) that returns a new float32 array, as ``FeedForward`` needs
-it. The generator is the caller's, so equal seeds give equal values. Parameters whose names end in
-``bias``, ``beta`` or ``mean`` begin at 0, and those ending in ``gamma`` or ``var`` at 1, whatever
-the initializer. Any thread may call. Read next: ``mxnet/fit/network.py``, whose ``initial_params``
-calls initializers.
+it. The caller passes the generator, so equal seeds give equal values. With any initializer,
+parameters whose names end in ``bias``, ``beta`` or ``mean`` begin at 0, and those ending in
+``gamma`` or ``var`` at 1. Any thread may call. Read next: ``mxnet/fit/network.py``, whose
+``initial_params`` calls initializers.
 
 Source of names, defaults and formulas: ``python/mxnet/initializer.py`` of the original.
 """
@@ -75,7 +75,7 @@ class _ByName:
 
 
 Initializer = _ByName
-"""MXNet's name of the base class."""
+"""MXNet's name for the base class."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Orthogonal(_ByName):
 
 @dataclass(frozen=True)
 class Mixed:
-    """An initializer that chooses another by the first pattern that matches a name.
+    """An initializer that uses another one, chosen by the first pattern that matches.
 
     Patterns match at the start of the name.
 

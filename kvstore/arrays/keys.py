@@ -21,7 +21,7 @@ UpdateFunction: TypeAlias = Callable[[Any, Array, Array], None]
 """The type of ``updater(key, recv, local)`` for ``set_updater``."""
 
 _MOST_DELETED = 1000
-"""How many deleted keys are remembered."""
+"""For how many deleted keys the generation is remembered."""
 
 
 class KeySpec(NamedTuple):
@@ -56,7 +56,8 @@ class Generations:
     """The number of initializations of each key, also of recently deleted ones.
 
     Only the last deleted keys are remembered, since a script may create and delete keys in every
-    step. A key that was forgotten gets a higher number than all forgotten keys had.
+    step. If a forgotten key is initialized again, it gets a higher number than any forgotten key
+    had.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """Track the calls that still use an array's memory, for lazy arrays.
 
 If a store's call returns before its work is done, it passes the future of that work to ``begin``.
-From then on, reading one of the arrays waits for the calls that write to it, and writing waits for
-those that read it too. This module does not read or write arrays, nor keep them in memory. The
-thread that accesses an array waits; the end of a call is recorded on the thread that completes its
-future, which is a node's I/O thread. Read next: ``mxnet/nd/ndarray.py``, whose arrays wait.
+From then on, reading one of the arrays waits for the calls that write to it, and writing also waits
+for the calls that read it. This module does not read or write arrays, or keep them in memory. The
+thread that accesses an array waits. The thread that completes the future, a node's I/O thread,
+records the end of the call. Read next: ``mxnet/nd/ndarray.py``, whose arrays wait.
 
 Source of the idea: the dependency engine of the original (``include/mxnet/engine.h``), where
 every array has a variable and ``wait_to_read`` and ``waitall`` wait for it.
@@ -36,8 +36,8 @@ class Use:
     __slots__ = ("__weakref__", "_failure", "_is_told", "_work", "_writes")
 
     def __init__(self, future: Future[Any], wait: Wait, *, writes: bool) -> None:
-        # Both are in one attribute, so that they are dropped together: a finished use keeps
-        # neither the call's buffers nor its store alive.
+        # Both are in one attribute, so that they are dropped together: a finished use must not
+        # keep the call's buffers or its store alive.
         self._work: tuple[Future[Any], Wait] | None = (future, wait)
         self._failure: tuple[BaseException, str] | None = None
         self._is_told = False
@@ -62,7 +62,7 @@ class Use:
     def finish(self) -> None:
         """Wait until the call has ended, with or without an error.
 
-        Raises other errors of the store's wait, such as ``KeyboardInterrupt``; then the call has
+        Raises other errors from the store's wait, such as ``KeyboardInterrupt``. The call has then
         not ended.
         """
         work = self._work
@@ -91,7 +91,7 @@ class Use:
         _unfinished.pop(self, None)
 
     def note_told(self) -> None:
-        """Record that a caller got the error, so ``waitall`` need not raise it."""
+        """Record that a caller got the error, so that ``waitall`` does not raise it again."""
         with _lock:
             self._is_told = True
             _failed.discard(self)
@@ -99,8 +99,8 @@ class Use:
     def raise_failure(self, whose: str) -> None:
         """Raise the call's error, if it has one; ``whose`` names the arrays.
 
-        An error of the project is raised as a copy whose text says what it means for the
-        arrays. An error that cannot be copied, or of another kind (a bug), is raised as it is.
+        If it is an error of this project, a copy is raised whose message says what it means for the
+        arrays. An error that cannot be copied, or of another kind (a bug), is raised unchanged.
         """
         if self._failure is None:
             return
@@ -129,8 +129,8 @@ class Uses:
     def settle(self, *, for_writing: bool) -> None:
         """Wait until the memory may be read, or written.
 
-        Raises the first error of a call that should have written there. It is raised once. The
-        next access succeeds, but the values may be partly old and partly new.
+        If a call that should have written there failed, this raises its error, once. The next
+        access succeeds, but the values may be partly old and partly new.
         """
         writes = self.writes
         reads = self.reads if for_writing else ()
@@ -150,10 +150,10 @@ class Uses:
             use.raise_failure("an array")
 
 
-#: Unfinished calls, in the order in which they began (a dict for its order). Each is removed
+#: Unfinished calls, in the order in which they began (a dict keeps this order). Each is removed
 #: when its future completes. Single operations on a dict need no lock.
 _unfinished: dict[Use, None] = {}
-#: Calls whose error has not been raised yet. A call is dropped with the last of its arrays.
+#: Calls whose error has not been raised yet. A call is dropped when the last of its arrays is.
 _failed: weakref.WeakSet[Use] = weakref.WeakSet()
 
 

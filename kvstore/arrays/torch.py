@@ -125,10 +125,10 @@ def numpy_dtype(tensor: Any) -> np.dtype[Any] | None:
 
 
 def array_in(tensor: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a dense CPU tensor's own memory as a writable array, strides too.
+    """Return a dense CPU tensor's own memory as a writable array with its strides.
 
-    ``dtype`` has the size of the tensor's elements. Raises ``ArgumentTypeError`` if the values are
-    not in the tensor's memory as they are read.
+    ``dtype`` has the size of the tensor's elements. Raises ``ArgumentTypeError`` if the tensor's
+    memory does not hold the values unchanged.
     """
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentTypeError(
@@ -151,8 +151,9 @@ def array_in(tensor: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 class _TensorMemory:
     """A tensor's memory in NumPy's array interface; keeps the tensor's storage alive.
 
-    After ``tensor.numpy()``, PyTorch never again lets the storage be resized, as ``resize_`` and
-    FullyShardedDataParallel do. So who resizes a tensor must first wait for the calls that use it.
+    ``tensor.numpy()`` would make PyTorch refuse to resize the storage from then on, which
+    ``resize_`` and FullyShardedDataParallel need. This class does not, so code that resizes a
+    tensor must first wait for the calls that use it.
     """
 
     __slots__ = ("__array_interface__", "_storage")

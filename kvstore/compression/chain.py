@@ -1,13 +1,13 @@
 """Encode and decode one part of a key with a chain of codecs, with checks.
 
-A chain is a codec of numbers (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``), or ``topk`` or
-``randomk``, or one of these two followed by a codec of numbers, which then encodes only the picked
-numbers. An encoded part is a header of a few bytes (``header.py``) and one payload; the payload's
-length depends only on the part's size and dtype.
+A chain is a codec of numbers (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``), or a pick
+(``topk`` or ``randomk``), or a pick followed by a codec of numbers, which then encodes only the
+picked numbers. An encoded part is a header of a few bytes (``header.py``) and one payload; the
+payload's length depends only on the part's size and dtype.
 
 If the chain has error feedback, the encoder keeps a residual for each part (``residuals.py``). The
-decoder must have the same chain; it refuses parts that another chain encoded. Pure; any thread may
-call, with different arrays. Read next: ``codec.py``.
+decoder must have the same chain; it refuses parts that another chain encoded. Pure; any threads may
+call at once, each with its own arrays. Read next: ``codec.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Chain:
         self.pick = pick
         self.codec = codec or Exact()
         self.name = "+".join(each.name for each in (pick, codec) if each is not None)
-        """The name, as in the parameter ``type``."""
+        """The name, as the parameter ``type`` takes it."""
         default = (pick or self.codec).has_feedback
         self.has_feedback = default if has_feedback is None else has_feedback
         """Whether the encoder keeps a residual."""
@@ -73,9 +73,9 @@ class Chain:
         return self.header_bytes + self.payload_bytes(num_elements, dtype)
 
     def check(self, array: np.ndarray[Any, Any], cores: Cores | None = None) -> None:
-        """Check for NaN and infinity, if the chain cannot encode them.
+        """Raise ``ArgumentValueError`` for NaN or infinity that the chain cannot encode.
 
-        Raises ``ArgumentValueError``.
+        Chains whose codec can encode both accept any array.
         """
         if not self.codec.carries_all:
             check_finite(_flat(array), self.name, cores)
@@ -91,10 +91,10 @@ class Chain:
     ) -> Payload:
         """Encode one part into ``out`` or new memory: header, then payload.
 
-        ``array``: floats of any shape on the host, already passed to ``check``; read only during
-        the call. ``out``: uint8, 1-D, of ``encoded_bytes``, the caller's. ``residual``: given if
-        and only if the chain has feedback; 1-D, contiguous, of the dtype in which such values are
-        added; updated in place. ``draw``: the input of ``randomk``'s choice. ``cores``: the
+        ``array`` has floats of any shape on the host, which ``check`` has accepted; only this call
+        reads it. ``out`` is the caller's: uint8, 1-D, of length ``encoded_bytes``. Pass
+        ``residual`` if and only if the chain has feedback: 1-D, contiguous, in the accumulation
+        dtype; it is updated in place. ``draw`` determines ``randomk``'s choice. ``cores`` are the
         threads that share the work; None for those of the process.
         """
         source = _flat(array)
@@ -140,7 +140,7 @@ class Chain:
                 np.multiply(numbers, weights, out=numbers, casting="unsafe")
         self.codec.encode(source.dtype, None, numbers, payload[ids_bytes:], cores)
         if residual is not None:
-            residual[ids] = numbers  # encode() has left the lost part there
+            residual[ids] = numbers  # encode() replaced each number by what was lost
 
     def decode(
         self,
@@ -153,12 +153,13 @@ class Chain:
     ) -> None:
         """Set ``out`` to the numbers of an encoded part, or add them to it.
 
-        Numbers that were not sent are zero.
+        Numbers that were not sent count as zero.
 
-        ``data``: at any address, only read. ``out``: C-contiguous, of any shape, of the key's
-        dtype; or if ``dtype`` gives the key's dtype, also of the dtype in which it is added.
+        ``data`` may be at any address and is only read. ``out`` is C-contiguous and has any shape.
+        It has the key's dtype. If you pass the key's dtype as ``dtype``, ``out`` may also have its
+        accumulation dtype.
 
-        Raises what ``check_encoded`` raises; then ``out`` has not changed.
+        Raises the errors of ``check_encoded``, and then leaves ``out`` unchanged.
         """
         flat = out.reshape(-1)
         dtype = flat.dtype if dtype is None else dtype
@@ -192,10 +193,10 @@ class Chain:
         out[ids] = numbers
 
     def check_encoded(self, data: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:
-        """Check that this chain can have encoded ``data`` for such a part.
+        """Check that ``data`` can be this chain's encoding of such a part.
 
-        ``dtype`` is the key's. It reads only the header, the scales of int8 and the ids of topk.
-        Raises ``ProtocolError``.
+        ``dtype`` is the key's. The check reads only the header, the scales of int8 and the ids of
+        topk. Raises ``ProtocolError``.
         """
         found = data[: self.header_bytes].tobytes()
         draw = _NO_DRAW
@@ -223,7 +224,7 @@ class Chain:
     def is_of_non_finite(self, data: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
         """Return whether ``encode`` got NaN or infinity that this chain cannot encode.
 
-        For chains without a pick. ``data`` has ``encoded_bytes`` and need not be checked.
+        Only for chains without a pick. ``data`` has length ``encoded_bytes`` and may be unchecked.
         """
         payload = data[self.header_bytes :]
         return self.codec.is_of_non_finite(payload, num_elements, dtype)

@@ -1,24 +1,24 @@
-"""The base class of codecs, and the checks of their parameters.
+"""Define the base class of codecs, and check their parameters.
 
-A ``CodecParameter`` checks one value and returns its plain form (bool, int, float). The plain form
-is sent and compared. Numbers may be given as text, as in MXNet ("0.5").
+A ``CodecParameter`` checks one value and returns its plain form (bool, int, float). Workers and
+servers send and compare the plain form. Numbers may be given as text, as in MXNet ("0.5").
 
-A codec turns numbers into fewer bytes and back. For n numbers the length is always the same
-(``payload_bytes``), so that messages can be planned before there is anything to send. A subclass
+A codec turns numbers into fewer bytes and back. The encoding of n numbers always has the same
+length (``payload_bytes``), so stores can plan messages before there is anything to send. A subclass
 packs and unpacks one span (``value_codecs.py``). This file does the rest: it cuts an array into
 spans that stay in the cache, adds and updates the residual, and handles threads and dtypes.
 
 **Error feedback.** With gradient g and residual e, the codec packs p = g + e, and e becomes
 p - decoded(p). So the next gradient includes what was lost (Seide et al., Interspeech 2014;
 Karimireddy et al., ICML 2019, algorithm 2 with the learning rate left to the optimizer). The
-residual is changed in place, without other memory.
+residual is updated in place, without other memory.
 
-**Dtypes.** Codecs compute in the dtype in which stores add (``accumulation_dtype``): float32, and
-float64 for float64. A residual has that dtype.
+**Dtypes.** Codecs compute in the accumulation dtype (``accumulation_dtype``), in which stores add:
+float64 for float64, else float32. A residual has that dtype.
 
-**Bits.** Spans begin at multiples of a codec's unit, and every operation is within one unit. So
-neither threads nor the size of spans can change a bit. Any thread may call, with different
-arrays. Read next: ``value_codecs.py``, the codecs themselves; then ``chain.py``, the caller.
+**Bits.** Spans begin at multiples of a codec's unit, and every operation stays within one unit. So
+neither threads nor the size of spans can change a bit. Any threads may call at once, each with its
+own arrays. Read next: ``value_codecs.py``, the codecs themselves; then ``chain.py``, the caller.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CodecParameter(NamedTuple):
     check: Callable[[str, Any], Any]
     """Takes the parameter's name (for errors) and the value, and returns the plain form."""
     default: Any
-    """The value if the user gives none; None: unset, another parameter is used instead."""
+    """The value if the user gives none. None means unset: another parameter applies."""
 
 
 def flag(name: str, value: Any) -> bool:
@@ -145,11 +145,11 @@ Payload = np.ndarray[Any, np.dtype[np.uint8]]
 """Encoded bytes, 1-D, at any address."""
 
 SPAN_ELEMENTS = 65536
-"""How many numbers are encoded at a time: with residual and scratch memory 1 MiB of float32, which
-fits a core's second-level cache. With smaller spans, threads wait for each other."""
+"""How many numbers are encoded at a time. With residual and scratch memory that is 1 MiB of
+float32, which fits a core's second-level cache. With smaller spans, threads wait for each other."""
 
 SHARED_BYTES = 1 << 20
-"""Work on fewer bytes uses one thread, since it ends before another thread would wake up."""
+"""Work on fewer bytes uses one thread: it ends before another thread would wake up."""
 
 _ALONE = Cores(1)
 
@@ -169,7 +169,7 @@ class Coder(ABC):
     name: ClassVar[str]
     """The codec's name in parameters and statistics."""
     code: ClassVar[int]
-    """The codec's number in headers (``header.py``); never used for another codec."""
+    """The codec's number in headers (``header.py``); never reuse it for another codec."""
     parameters: ClassVar[Mapping[str, CodecParameter]] = {}
     """The checks and defaults of the codec's parameters."""
     in_header: ClassVar[tuple[str, ...]] = ()
@@ -192,7 +192,7 @@ class ValueCodec(Coder):
     """A codec of an array of floats. Immutable; any thread may use it."""
 
     carries_all: ClassVar[bool]
-    """Whether it can encode NaN and infinity. If not, arrays with them are refused."""
+    """Whether it can encode NaN and infinity. If not, arrays with them raise an error."""
 
     def __init__(self) -> None:
         self._workspaces = Workspaces()
@@ -212,9 +212,9 @@ class ValueCodec(Coder):
     ) -> None:
         """Write the encoding of a span into its slice of the whole payload.
 
-        ``wide`` has the span's numbers in float32 or float64. With ``rest``, its numbers become
-        number - decoded number; otherwise it is only read. The slots of ``workspace`` above 0 are
-        free.
+        ``wide`` has the span's numbers in float32 or float64. With ``rest``, each number is
+        replaced by number - decoded number; otherwise ``wide`` is only read. The slots of
+        ``workspace`` above 0 are free.
         """
 
     @abstractmethod
@@ -225,17 +225,15 @@ class ValueCodec(Coder):
         """
 
     def check_payload(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> None:
-        """Check that this codec can have written a payload of the right length.
+        """Check that this codec can have written the payload.
 
-        Raises ``ProtocolError``.
+        The payload has the right length. Raises ``ProtocolError``.
         """
 
     def is_of_non_finite(self, payload: Payload, num_elements: int, dtype: np.dtype[Any]) -> bool:
         """Return whether a payload was made from NaN or infinity.
 
-        The payload has the right length and is not checked further.
-
-        Always False if ``carries_all``.
+        The payload must have the right length. The result is always False if ``carries_all``.
         """
         return False
 
@@ -251,9 +249,9 @@ class ValueCodec(Coder):
     ) -> None:
         """Encode ``source`` + ``residual`` into ``payload``.
 
-        One of the two may be None, which means zeros. ``residual`` becomes what was lost. Both
-        are 1-D, of one length; nothing is checked. ``dtype`` is the dtype of the key and of
-        ``source``, which is only read.
+        One of the two may be None, which means zeros. ``residual`` is set to what was lost. Both
+        are 1-D and have the same length; nothing is checked. ``dtype`` is the dtype of the key and
+        of ``source``, which is only read.
         """
         given = source if residual is None else residual
         assert given is not None
@@ -295,7 +293,7 @@ class ValueCodec(Coder):
     ) -> None:
         """Set ``out`` to the numbers of a payload, or add them to it.
 
-        ``dtype`` is the key's. ``out`` is 1-D, of this dtype or the dtype in which it is added;
+        ``dtype`` is the key's. ``out`` is 1-D and has this dtype or its accumulation dtype;
         results are rounded once. The payload must have been checked.
         """
         tasks: list[Task] = [
@@ -333,7 +331,7 @@ def spans(num_elements: int, unit: int, dtype: np.dtype[Any]) -> Iterator[Span]:
 
 
 def run(tasks: Sequence[Task], nbytes: int, cores: Cores | None) -> None:
-    """Run all tasks, on all cores (None: the process's) if there are many bytes."""
+    """Run all tasks, on all ``cores`` (None: the process's) if there are many bytes."""
     chosen = _ALONE if nbytes < SHARED_BYTES else shared() if cores is None else cores
     failure = chosen.run(tasks)
     if failure is not None:
@@ -341,7 +339,7 @@ def run(tasks: Sequence[Task], nbytes: int, cores: Cores | None) -> None:
 
 
 def add_to(wide: Flat, values: Flat, workspace: Workspace) -> None:
-    """Compute ``wide += values``; the values' dtype is the same or narrower."""
+    """Compute ``wide += values``; ``values`` may have a narrower dtype."""
     np.add(wide, widened(values, workspace), out=wide)
 
 
@@ -374,9 +372,9 @@ _BFLOAT16_EXPONENT = 0x7F80
 
 
 def check_finite(source: Flat, name: str, cores: Cores | None) -> None:
-    """Check that all numbers are finite; ``name`` is the chain, for the error.
+    """Raise ``ArgumentValueError`` unless all numbers are finite.
 
-    Raises ``ArgumentValueError``.
+    ``name`` is the chain's name, for the message.
     """
     check: Callable[[Flat], None] = partial(_check_span, name)
     tasks: list[Task] = [

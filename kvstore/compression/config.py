@@ -9,8 +9,8 @@ the codecs' parameters into a chain. A rule may also have
 ``min_bytes``
     the size in bytes of the smallest values that are compressed (default 0);
 ``pull``
-    how values travel from servers to workers: a dictionary of the same kind with ``type``
-    (fp16, bf16 or int8) and parameters but no feedback, or None (the default) for unchanged.
+    how servers send values to workers: a dictionary of the same kind with ``type`` (fp16, bf16
+    or int8) and its parameters but no feedback, or None (the default) for unchanged values.
 
 Values of keys without a rule are sent unchanged, and so are values that are not floats. ``plain``
 returns the rules as plain data for messages and comparison; all workers of a job must have equal
@@ -51,8 +51,8 @@ def make_chain(
 ) -> Chain:
     """Build a chain from parameters such as ``{"type": "topk+fp16", "ratio": 0.01}``.
 
-    ``type`` has the names of codecs, joined by ``+``; the rest are their parameters. Errors list
-    the known parameters, and ``others`` with them.
+    ``type`` holds the names of codecs, joined by ``+``; all other entries are their parameters.
+    Errors list the known parameters and ``others``.
 
     Raises ``ArgumentValueError`` for unknown codecs and parameters and for invalid values, and
     ``ArgumentTypeError`` for values of a wrong type.
@@ -161,10 +161,10 @@ class Compression:
 
     @classmethod
     def of(cls, parameters: object) -> Compression:
-        """Check a user's parameters, and return the rules; None: no compression.
+        """Check a user's parameters and return the rules; None means no compression.
 
         Raises:
-            ArgumentTypeError: not a dictionary or list of them, or a value has a wrong type.
+            ArgumentTypeError: not a dictionary or a list of these, or a value has a wrong type.
             ArgumentValueError: a codec, chain or parameter is unknown, or a value is invalid.
             MissingDependencyError: ``bf16`` is used, but ``ml_dtypes`` is not installed.
         """
@@ -201,11 +201,14 @@ class Compression:
         return next((rule for rule in self.rules if rule.is_for(key, nbytes)), UNCHANGED)
 
     def number_of(self, rule: Rule) -> int:
-        """Return the number of a rule, for ``rule``; -1 for ``UNCHANGED``."""
+        """Return the number that ``rule`` takes for a rule; -1 for ``UNCHANGED``."""
         return -1 if rule is UNCHANGED else self.rules.index(rule)
 
     def rule(self, number: object) -> Rule:
-        """Return the rule with this number from a message. Raises ``ProtocolError``."""
+        """Return the rule with this number, which a message gave.
+
+        Raises ``ProtocolError`` for other numbers.
+        """
         if number == -1:
             return UNCHANGED
         if type(number) is not int or not 0 <= number < len(self.rules):
@@ -288,7 +291,7 @@ def _is_among(key: Key, patterns: Sequence[Key]) -> bool:
 
 
 def rows_refused(key: Key) -> str:
-    """Return the error text for pushing rows of this key."""
+    """Return the error message for pushing rows of this key."""
     return (
         f"row-sparse values cannot be compressed; exclude key {key!r} with the compression "
         "parameter 'exclude'"
@@ -296,7 +299,7 @@ def rows_refused(key: Key) -> str:
 
 
 def value_refused(key: Key, chain: Chain) -> str:
-    """Return the error text for a value that ``chain`` cannot encode."""
+    """Return the error message for a value that ``chain`` cannot encode."""
     return (
         f"key {key!r} has NaN or infinity, which {chain.name} cannot encode; set the compression "
         "parameter 'pull' to fp16 or bf16, or remove it, to pull the values"

@@ -1,4 +1,4 @@
-"""The header of an encoded part: how to read its payload, in 12 to 52 bytes.
+"""Build the header of an encoded part: how to read its payload, in 12 to 52 bytes.
 
 Little-endian, without gaps::
 
@@ -12,7 +12,8 @@ Little-endian, without gaps::
     2bit, 1bit:     f64  the threshold
     int8:           u32  how many numbers share a scale
 
-``value_codecs.py`` and ``sparsify.py`` describe the payloads, whose length follows from the header.
+``value_codecs.py`` and ``sparsify.py`` describe the payloads. A payload's length follows from its
+header.
 Pure; any thread may call. Read next: ``chain.py``.
 """
 

@@ -1,12 +1,12 @@
 """Keep the residuals of error feedback, and count encoded and decoded bytes.
 
 A residual is created with zeros at its first use. It exists until its key is deleted or compression
-is set again. Each sender (a device or rank) encodes the same key from its own gradients and needs
-its own residual. A part of a key uses its slice. Residuals can be exported and restored, so that
-a job continued from saved states does not lose them.
+is set again. Each sender (a device or rank) encodes a key from its own gradients and needs its own
+residual. A part of a key uses a slice of the key's residual. Residuals can be exported and
+restored, so a job that continues from saved states does not lose them.
 
-The caller may change the arrays, one thread at a time; any thread may count. Read next:
-``codec.py``, which fills the arrays, and ``chain.py``, which updates the counters.
+Only one thread at a time may use the arrays; any thread may count. Read next: ``codec.py``, which
+fills the arrays, and ``chain.py``, which updates the counters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Residual(NamedTuple):
 
 
 class Residuals:
-    """All residuals of one process. Its owner lets one thread in at a time."""
+    """All residuals of one process. Only one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[Key, int], Flat] = {}
@@ -41,8 +41,8 @@ class Residuals:
     def of(self, key: Key, num_elements: int, dtype: np.dtype[Any], sender: int = 0) -> Flat:
         """Return the residual of a whole key of this dtype, without a copy.
 
-        It is 1-D and contiguous, in the dtype in which such values are added; zeros at first.
-        Raises ``ValueMismatchError`` if the existing residual has another size or dtype.
+        It is 1-D and contiguous and has the accumulation dtype. At first it is zero. Raises
+        ``ValueMismatchError`` if the existing residual has another size or dtype.
         """
         wanted = accumulation_dtype(dtype)
         found = self._arrays.get((key, sender))
@@ -108,7 +108,7 @@ class Statistics:
     def plain(self) -> dict[str, dict[str, Any]]:
         """Return each chain's counters, and ``ratio``: plain bytes per encoded byte.
 
-        The ratio is that of encoded parts, or if there are none, of decoded parts; or None.
+        The ratio is that of encoded parts; if there are none, that of decoded parts, else None.
         """
         with self._lock:
             found: dict[str, dict[str, Any]] = {

@@ -1,18 +1,19 @@
 """The codecs ``topk`` and ``randomk``: send only some of the numbers.
 
 Of n numbers they send k: max(1, floor(ratio * n)), or the user's count, at most n. n is the size of
-an encoded part; a large key has several parts, and k numbers of each are sent.
+an encoded part; a large key has several parts, and each sends its own k numbers.
 
 **topk** sends the numbers of the largest magnitude and their ids (Aji and Heafield, EMNLP 2017).
 Of equal magnitudes it sends those with lower ids, and it treats NaN as the largest, so the choice
-is the same on every processor. Ids are unsigned, of 32 bits (64 beyond 2^32 elements), ascending.
+is the same on every processor. Ids are unsigned and ascending, with 32 bits (64 beyond 2^32
+elements).
 
 **randomk** sends numbers at random ids. All workers draw the same ids from a seed, a stream (the
-part) and the round, so ids need not be sent (Stich et al., NeurIPS 2018). The part is cut into k
-stretches of nearly equal length, and one element of each is drawn. So an element's probability is
-1 / (length of its stretch). Without error feedback, numbers are multiplied by that length, so that
-the expected value is right (unbiased; Wangni et al., NeurIPS 2018). Draws come from SplitMix64
-(Steele et al., OOPSLA 2014), so they do not depend on the version of a library.
+part) and the round, so they need not send ids (Stich et al., NeurIPS 2018). The codec cuts the part
+into k stretches of nearly equal length and draws one element of each. So the probability of an
+element is 1 / (length of its stretch). Without error feedback, numbers are multiplied by that
+length, so that the expected value is right (unbiased; Wangni et al., NeurIPS 2018). Draws come from
+SplitMix64 (Steele et al., OOPSLA 2014), so they do not depend on the version of a library.
 
 A payload has the ids (topk only), then the numbers as the next codec encodes them.
 
@@ -60,7 +61,7 @@ class Pick(Coder):
         self.k = k
 
     def count(self, num_elements: int) -> int:
-        """Return how many numbers of a part of this size are sent."""
+        """Return how many numbers to send of a part of this size."""
         wanted = max(int(self.ratio * num_elements), 1) if self.k is None else self.k
         return min(wanted, num_elements)
 
@@ -70,20 +71,20 @@ class Pick(Coder):
 
     @abstractmethod
     def choose(self, wide: Flat, draw: Draw) -> Ids:
-        """Return the indices to send; the float32 or float64 numbers are only read."""
+        """Return the indices to send; ``wide`` (float32 or float64) is only read."""
 
     @abstractmethod
     def read_ids(self, payload: Payload, num_elements: int, draw: Draw) -> Ids:
-        """Return the indices that were sent, from a payload of the right length.
+        """Return the indices that a payload of the right length stands for.
 
         Raises ``ProtocolError`` if this codec cannot have written them.
         """
 
     def check_ids(self, payload: Payload, num_elements: int) -> None:
-        """Check the indices in a payload; raises what ``read_ids`` raises."""
+        """Check the indices in a payload; raises the errors of ``read_ids``."""
 
     def weights(self, ids: Ids, num_elements: int) -> Flat | None:
-        """Return the factors of numbers sent without error feedback; None: no scaling."""
+        """Return the factors of numbers sent without feedback; None means 1."""
         return None
 
 
@@ -101,7 +102,7 @@ class TopK(Pick):
         wanted = self.count(len(wide))
         if wanted == len(wide):
             return np.arange(wanted, dtype=_ids_dtype(wanted))
-        # Without the sign, the bits of floats are ordered as their magnitudes are.
+        # Without the sign bit, floats sort by magnitude when compared as integers.
         if wide.dtype.itemsize == 4:
             magnitudes = wide.view(np.uint32) & np.uint32((1 << 31) - 1)
         else:
@@ -163,7 +164,7 @@ def largest(magnitudes: Ids, wanted: int) -> Ids:
     """Return ascending indices of the ``wanted`` largest numbers.
 
     Of equal numbers, it chooses the first. A sample gives a bound that most numbers are below, so
-    that only the others need be compared; the result does not depend on the sample.
+    only the others need to be compared. The result does not depend on the sample.
     """
     candidates = _candidates(magnitudes, wanted)
     values = magnitudes if candidates is None else magnitudes[candidates]

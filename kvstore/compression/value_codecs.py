@@ -1,18 +1,18 @@
 """The codecs ``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``, ``exact``.
 
 **2bit**, threshold t > 0, for each p = gradient + residual: p >= t is sent as +t (code 11),
-p <= -t as -t (code 10), any other as 0 (code 00; 01 is decoded as 0). Four codes in a byte.
+p <= -t as -t (code 10), any other as 0 (code 00; 01 is decoded as 0). A byte has four codes.
 
 **1bit**, any threshold t: p > t is sent as +1.0 (code 1), any other as -1.0 (code 0); the
-threshold decides only the sign. Eight codes in a byte.
+threshold decides only the sign. A byte has eight codes.
 
 In both codecs the first element has the most significant bits of a byte, unused bits are 0, and a
-payload has whole words of 4 bytes: 4 * ceil(n / 16) and 4 * ceil(n / 32) bytes. Sources:
+payload consists of 4-byte words: 4 * ceil(n / 16) and 4 * ceil(n / 32) bytes. Sources:
 ``src/kvstore/gradient_compression-inl.h`` and ``gradient_compression.cc`` of Apache MXNet 1.9.1
 (2bit) and of its master branch (1bit); the idea of 1bit is Seide et al. 2014.
 
 **fp16** is IEEE 754 binary16, **bf16** the upper half of a float32; both round to nearest, ties to
-even, and numbers that are too large become infinite, as in any cast. A payload is the numbers one
+even, and numbers that are too large become infinite, as in any cast. A payload has the numbers one
 after the other, little-endian. **exact** keeps the key's dtype. It encodes the numbers that
 ``topk`` and ``randomk`` pick if no other codec follows them.
 
@@ -23,7 +23,7 @@ p / scale rounded to nearest, ties to even; decoded = code * scale. So an outlie
 block less exact. A block of zeros has the scale 0. A payload has all scales (float32; float64 for
 keys of float64), little-endian, then all codes.
 
-Pure; any thread may call. Read next: ``codec.py``, which calls these classes.
+Pure; any thread may call. ``codec.py`` calls these classes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MOST = 127
 
 
 class _BitCodec(ValueCodec):
-    """The base of codecs that pack several numbers into a byte."""
+    """The base class of codecs that pack several numbers into a byte."""
 
     per_byte: int
     in_header = ("threshold",)
@@ -106,7 +106,7 @@ class _BitCodec(ValueCodec):
         table = self._table(wide.dtype)
         whole = len(wide) // self.per_byte
         rows = wide[: whole * self.per_byte].reshape(whole, self.per_byte)
-        # Every byte is an index; "clip" spares the check and the copy of the result.
+        # Every byte is an index; "clip" avoids the range check and a copy of the result.
         np.take(table, place[:whole], axis=0, out=rows, mode="clip")
         if len(place) > whole:
             wide[whole * self.per_byte :] = table[place[whole], : len(wide) % self.per_byte]
@@ -120,8 +120,8 @@ class TwoBit(_BitCodec):
     parameters = {"threshold": CodecParameter(positive, 0.5)}
     per_byte = 4
 
-    #: A word has four codes, one in each byte. Its product with this number has all four in its
-    #: last byte; the shifted copies do not overlap, so nothing is carried.
+    #: A word has four codes, one in each byte. Multiplied by this number, it has all four in its
+    #: last byte; the shifted copies do not overlap, so nothing carries over.
     _GATHER = np.uint32(1 | 1 << 10 | 1 << 20 | 1 << 30)
 
     def _decoded(self, code: int) -> float:
@@ -187,7 +187,7 @@ class _Cast(ValueCodec):
     carries_all = True
 
     def stored(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the dtype of numbers in payloads, for a key of this dtype."""
+        """Return the dtype that numbers of a key of this dtype have in payloads."""
         raise NotImplementedError
 
     def payload_bytes(self, num_elements: int, dtype: np.dtype[Any]) -> int:

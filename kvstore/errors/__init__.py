@@ -45,13 +45,13 @@ class JobFailed(PSError):
 class WorkerFailed(JobFailed):
     """A worker of ``kvstore.run`` died, or its result was not transferred.
 
-    It is also the ``__cause__`` when the caller raises a worker's error again; then its text is the
-    worker's traceback.
+    If a worker raised an error, the caller raises it again. Its ``__cause__`` is then a
+    ``WorkerFailed`` whose text is the worker's traceback.
     """
 
 
 class UnknownTypeError(UsageError, ValueError):
-    """``create`` was given an unknown store type; the text lists the types."""
+    """``create`` was given an unknown store type; the message lists the types."""
 
 
 class KeyTypeError(UsageError, TypeError):
@@ -71,11 +71,11 @@ class ArgumentTypeError(UsageError, TypeError):
 
 
 class ArgumentValueError(UsageError, ValueError):
-    """An argument has an invalid value; the text lists the valid ones."""
+    """An argument has an invalid value; the message lists the valid ones."""
 
 
 class ValueMismatchError(UsageError, ValueError):
-    """Shape, dtype or number of the values does not match the keys."""
+    """The shape, dtype or number of the values does not match the keys."""
 
 
 class OptimizerNotSet(UsageError):
@@ -87,7 +87,7 @@ class OptimizerMismatch(UsageError):
 
 
 class UnknownOptimizerError(UsageError, ValueError):
-    """No optimizer is registered under this name; the text lists the known ones."""
+    """No optimizer is registered under this name; the message lists the known ones."""
 
 
 class OptimizerParameterError(UsageError, ValueError):
@@ -95,12 +95,12 @@ class OptimizerParameterError(UsageError, ValueError):
 
 
 class CheckpointError(UsageError):
-    """A file of saved arrays or states cannot be read or written; the text says why."""
+    """A file of arrays or states cannot be read or written; the message says why."""
 
 
 class NotSupportedError(UsageError, NotImplementedError):
-    """The store or this version lacks the call; the text has an alternative."""
+    """The store or this version lacks the call; the message names an alternative."""
 
 
 class MissingDependencyError(UsageError, ImportError):
-    """An optional package is missing; the text has the command that installs it."""
+    """An optional package is missing; the message has the command that installs it."""

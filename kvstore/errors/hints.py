@@ -1,10 +1,11 @@
-"""Suggest names in errors: what replaces a name of MXNet, and likely misspellings.
+"""Suggest names in errors: replacements for MXNet's, and likely misspellings.
 
-Modules ask here when a name is missing, so that a script that moves over gets a sentence and not a
-bare ``AttributeError``. It stays an ``AttributeError``, so that ``hasattr`` works; for ``from
-kvstore import name`` and ``import kvstore.name`` it is an ``ImportError``. ``docs/migration.md``
-lists the same names, and a test compares. ``did_you_mean`` gives the end of an error's text. Pure,
-and called only on the way to an error. Any thread may call. Read next: ``kvstore/__init__.py``.
+Modules call ``missing`` for a name that they lack, so that a script that moves from MXNet gets
+advice and not a bare ``AttributeError``. The error stays an ``AttributeError``, so that ``hasattr``
+works; for ``from kvstore import name`` and ``import kvstore.name`` it is an ``ImportError``.
+``docs/migration.md`` lists the same names, and a test compares the two. ``did_you_mean`` returns
+the end of an error message. Pure; called only before an error is raised. Any thread may call. Read
+next: ``kvstore/__init__.py``.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ INSTEAD: dict[str, dict[str, str]] = {
     "kvstore.horovod": _HOROVOD,
     "kvstore.horovod.torch": _HOROVOD,
 }
-"""What to use instead of a name, by the module in which a script would look for it."""
+"""For each module, the names that a script may look for in it, and what to use instead."""
 
 
 def missing(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
@@ -125,14 +126,14 @@ def missing(module: str, name: str, known: Iterable[str]) -> AttributeError | Im
 def _is_import(frame: FrameType) -> bool:
     """Return whether a frame is in the middle of ``from module import name``.
 
-    There Python replaces an ``AttributeError`` by an ``ImportError`` without the text; it does not
-    replace other errors.
+    There Python replaces an ``AttributeError`` by an ``ImportError`` without its message; it does
+    not replace other errors.
     """
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM
 
 
 def sentence(module: str, name: str) -> str:
-    """Return advice on a replacement for a name of ``INSTEAD``."""
+    """Return the advice for a name in ``INSTEAD``."""
     return f"there is no {shown(module, name)} here: {INSTEAD[module][name]}"
 
 
@@ -144,7 +145,7 @@ def shown(module: str, name: str) -> str:
 
 
 MOST_NAMES = 2000
-"""At most this many names are compared, which takes about 10 ms."""
+"""How many names are compared at most, which takes about 10 ms."""
 
 
 def nearest(name: object, known: Iterable[object]) -> str | None:
@@ -157,6 +158,6 @@ def nearest(name: object, known: Iterable[object]) -> str | None:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """Return ``"; did you mean 'weight'?"``, or an empty text."""
+    """Return ``"; did you mean 'weight'?"``, or an empty string."""
     found = nearest(name, known)
     return "" if found is None else f"; did you mean {found!r}?"

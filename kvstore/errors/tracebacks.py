@@ -1,6 +1,6 @@
-"""Print an error that ends a worker's script with the script's own frames only.
+"""Print only the script's own frames of an error that ends a worker's script.
 
-The error's text says what happened; the frames inside ``kvstore`` and ``pslite`` do not help a
+The error message says what happened; the frames inside ``kvstore`` and ``pslite`` do not help a
 user. PS_VERBOSE=1 shows all frames. Nothing changes if other code, such as a notebook or a
 debugger, already handles errors. Read next: ``stores/dist/node.py``.
 """
@@ -38,7 +38,7 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def call_of(frame: FrameType | None) -> str:
-    """Return this project's call that a thread executes, and the script's line."""
+    """Return which of this project's calls a thread executes, and the script's line."""
     name = "a call"
     while frame is not None:
         code = frame.f_code

@@ -1,7 +1,7 @@
-"""Optimizers: registered names with typed parameters and one update formula each.
+"""Optimizers: each has a registered name, typed parameters and an update formula.
 
 ``create("sgd", learning_rate=0.1)`` returns an optimizer; ``kv.set_optimizer`` gives it to a store.
-Only a name and numbers are sent to servers (``serialize.py``), never code. ``docs/optimizers.md``
+Servers receive only a name and numbers (``serialize.py``), never code. ``docs/optimizers.md``
 lists all optimizers with their formulas. Read next: ``base.py``.
 """
 
@@ -23,7 +23,7 @@ from kvstore.optimizer.sgd import DCASGD, NAG, SGD, SGLD, SignSGD, Signum, Test,
 from kvstore.optimizer.updater import Updater, get_updater
 
 ccSGD = SGD  # noqa: N816
-"""MXNet's older name of SGD."""
+"""MXNet's older name for SGD."""
 
 __all__ = [
     "DCASGD",
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a checker would take every name, misspelt ones too
+if not TYPE_CHECKING:  # a type checker would accept every name, misspelt ones too
 
     def __getattr__(name):
         from kvstore.errors.hints import missing

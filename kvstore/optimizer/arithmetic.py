@@ -1,4 +1,4 @@
-"""Steps that update formulas share: rescaling, clipping, decay, means, norms.
+"""Share steps between update formulas: rescaling, clipping, decay, means, norms.
 
 All functions work in place on the caller's 1-D arrays. They use NumPy ufuncs with ``out=`` and
 ``dtype=``, which CuPy arrays execute on their device (NEP 13). No threads, no clock.
@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.arrays.cpu.sums import Flat
 
 NORM_ELEMENTS = 16384
-"""Elements whose squares are added at a time on the host: 128 KiB of float64."""
+"""How many squares are added at a time on the host: 128 KiB of float64."""
 
 DEVICE_NORM_ELEMENTS = 1 << 22
 """The same on a GPU, where each call costs a launch: 32 MiB of float64."""
@@ -33,7 +33,7 @@ def rescale(grad: Flat, factor: float) -> None:
 
 
 def clip(grad: Flat, limit: float | None) -> None:
-    """Clip each element to [-limit, limit] in place; None, 0 and less: off."""
+    """Clip each element to [-limit, limit] in place; None, 0 or less means no limit."""
     if limit is not None and limit > 0:
         np.minimum(grad, limit, out=grad)
         np.maximum(grad, -limit, out=grad)
@@ -94,11 +94,11 @@ def norm(values: Flat) -> float:
 
     It depends only on the elements and their order.
 
-    Squares are computed in float64. Each block of ``NORM_ELEMENTS`` is added by NumPy's pairwise
-    sum, and then the sums of the blocks one after the other. So threads and the caller's block
+    Squares are computed in float64. NumPy's pairwise sum adds each block of ``NORM_ELEMENTS``;
+    then the sums of the blocks are added one after the other. So threads and the caller's block
     size do not matter. On a GPU the blocks have ``DEVICE_NORM_ELEMENTS`` and are added on the
-    device. CuPy always adds an array of one length in the same order, but in another order than
-    NumPy, so the last bits may differ from the host's. The host waits once, for the result. The
+    device. CuPy always adds arrays of the same length in the same order, but not in NumPy's
+    order, so the last bits may differ from the host's. The host waits once, for the result. The
     function allocates one float64 block, on the array's device.
     """
     if len(values) == 0:

@@ -1,16 +1,16 @@
 """The base class of optimizers, and the registry of their names.
 
 Pure: formulas over arrays that the caller owns; no I/O, no threads, no clock. An optimizer is
-an immutable value, so that a store, its servers and the caller can share one; the arrays that
+an immutable value, so a store, its servers and the caller can share one. The arrays that
 change (weight and state) belong to the store. Read next: ``arithmetic.py``, then ``sgd.py``, and
-``states.py`` on the states of 16-bit weights.
+``states.py`` for the states of 16-bit weights.
 
-Arithmetic is written as NumPy ufuncs with ``out=`` and ``dtype=``; CuPy arrays execute the same
+Formulas use NumPy ufuncs with ``out=`` and ``dtype=``; CuPy arrays execute the same
 calls on their device. An optimizer of scope ``"element"`` may use only elementwise operations,
 since it gets a key in blocks.
 
-The registry is filled by the decorator ``register`` when a module that holds an optimizer is
-imported; a custom optimizer must be imported by the servers too.
+The decorator ``register`` fills the registry when a module that defines an optimizer is
+imported. Servers must import the module of a custom optimizer too.
 """
 
 from __future__ import annotations
@@ -83,19 +83,20 @@ class Optimizer(metaclass=OptimizerKind):
 
     Every optimizer also takes, by keyword: ``lr_scheduler``, a schedule of the learning rate;
     ``lr_mult`` and ``wd_mult``, mappings of keys to factors for their learning rate and decay
-    (kept as sorted pairs); ``lazy_update``, whether rows without a gradient stay unchanged (if
-    not, they are updated with a gradient of zero; None: as in MXNet, see ``is_lazy``);
+    (stored as sorted pairs); ``lazy_update``, whether rows without a gradient stay unchanged (if
+    False, they are updated with a gradient of zero; None: as in MXNet, see ``is_lazy``);
     ``multi_precision``, MXNet's name for float32 masters, which 16-bit weights always have (with
-    False, 16-bit weights are refused). ``rate_counts`` and ``Schedule.gives_way`` decide whether
-    ``learning_rate`` or the schedule's ``base_lr`` is used.
+    False, 16-bit weights raise an error). ``rate_counts`` and ``Schedule.gives_way`` decide
+    whether ``learning_rate`` or the schedule's ``base_lr`` is used.
 
-    A subclass with MXNet's method ``update(index, weight, grad, state)`` gets another base class:
-    see ``scripted.py``.
+    A subclass that defines MXNet's method ``update(index, weight, grad, state)`` gets another
+    base class: see ``scripted.py``.
     """
 
     scope: ClassVar[str] = "element"
-    """What ``update`` must get at once: ``"element"``, any elements; ``"row"``, whole rows, which
-    are all axes of a key but the first (``for_rows``); ``"key"``, the whole key (for norms)."""
+    """What ``update`` must get at once: ``"element"``, any elements; ``"row"``, whole rows (a row
+    spans all axes of a key but the first; see ``for_rows``); ``"key"``, the whole key (for norms).
+    """
 
     name: ClassVar[str] = ""
     """The registered name: the class's, lower-cased."""
@@ -105,7 +106,7 @@ class Optimizer(metaclass=OptimizerKind):
 
     rate_counts: ClassVar[str] = "given"
     """When the learning rate replaces a schedule's ``base_lr``, as in MXNet 1.9.1: ``"given"``, if
-    the user gave it; ``"always"``, even the class's default; ``"never"``."""
+    the user passed one; ``"always"``, even the class's default; ``"never"``."""
 
     lazy_stypes: ClassVar[tuple[str, ...]] = ()
     """Kinds of keys (``"default"``, ``"row_sparse"``) for which row-sparse updates are lazy if
@@ -128,7 +129,7 @@ class Optimizer(metaclass=OptimizerKind):
     _variants: dict[Any, Optimizer] = dataclasses.field(
         default_factory=dict, init=False, compare=False, kw_only=True
     )
-    """The results of ``for_key`` and ``for_rows``; keys with equal multipliers share one."""
+    """The cached results of ``for_key`` and ``for_rows``; keys with equal multipliers share one."""
 
     @staticmethod
     def register(klass: Any) -> Any:
@@ -141,7 +142,7 @@ class Optimizer(metaclass=OptimizerKind):
         return create(name, **params)
 
     def __new__(cls: type[_Self], *args: Any, **params: Any) -> _Self:
-        # Checked before __init__, whose error for an unknown name would not list known names.
+        # Checked here, since the error of __init__ would not list the known names.
         check_known(cls, params)
         made = super().__new__(cls)
         is_given = "learning_rate" in (*params, *positions(cls)[: len(args)])
@@ -199,8 +200,8 @@ class Optimizer(metaclass=OptimizerKind):
     def params(self) -> dict[str, Any]:
         """Return the parameters by name; ``create`` makes an equal optimizer.
 
-        Schedule and multipliers are included if they are set, ``lazy_update`` and
-        ``multi_precision`` if they are not the default. Messages use ``to_plain`` instead.
+        The schedule and multipliers are included if they are set, ``lazy_update`` and
+        ``multi_precision`` if they differ from the default. Messages use ``to_plain`` instead.
         """
         values = {name: getattr(self, name) for name in parameter_names(type(self))}
         for name in ("lr_scheduler", "lr_mult", "wd_mult"):
@@ -215,8 +216,8 @@ class Optimizer(metaclass=OptimizerKind):
     def replace(self: _Self, **numbers: Any) -> _Self:
         """Return a copy with other numbers; ``lr`` means ``learning_rate``.
 
-        The ``base_lr`` of a new schedule becomes the learning rate. Raises
-        ``OptimizerParameterError``, which lists the known parameters.
+        The ``base_lr`` of a new schedule becomes the learning rate, unless you pass one too. For
+        an unknown parameter it raises ``OptimizerParameterError``, which lists the known ones.
         """
         if "lr" in numbers:
             if "learning_rate" in numbers:
@@ -243,43 +244,44 @@ class Optimizer(metaclass=OptimizerKind):
         raise NotSupportedError(_immutable("set_wd_mult", "wd_mult={key: factor}"))
 
     def rate(self, count: int) -> float:
-        """Return the learning rate of update number ``count``, from 1."""
+        """Return the learning rate of update number ``count``, counted from 1."""
         base = self._base_rate()
         if self.lr_scheduler is None:
             return base
         return float(self.lr_scheduler.rate(count, base))
 
     def multipliers(self, key: Key) -> tuple[float, float]:
-        """Return the factors of ``key`` for learning rate and weight decay.
+        """Return the factors for the learning rate and weight decay of ``key``.
 
-        They are 1.0 by default.
+        Both are 1.0 by default.
         """
         return self._factors.get(key, (1.0, 1.0))
 
     def for_rows(self, width: int) -> Optimizer:
         """Return the optimizer for rows of ``width`` numbers.
 
-        An optimizer of scope ``"row"`` returns one of the same class and state names that has this
-        width, the same object in every call; its ``update`` gets whole rows, one after the other.
-        Other optimizers return themselves.
+        An optimizer of scope ``"row"`` returns one of its class with this width and the same state
+        names. Every call with this width returns the same object. Its ``update`` gets whole rows,
+        one after the other. Other optimizers return themselves.
         """
         return self
 
     def block_length(self, length: int, elements: int) -> int:
         """Return how many of ``length`` elements ``update`` gets at a time.
 
-        ``elements`` is a number that fits the caches. The result is a multiple of what ``update``
-        must get at once.
+        ``elements`` is how many elements fit the caches. The result is a multiple of what
+        ``update`` must get at once (``scope``).
         """
         return max(length, 1) if self.scope == "key" else elements
 
     def for_key(self, key: Key, width: int | None = None) -> Optimizer:
         """Return the optimizer of one key: itself, unless the key has multipliers.
 
-        With multipliers, it returns an optimizer of the same class whose learning rate (schedules
-        too) and decay are multiplied, without multipliers; the same object for every call and for
-        all keys with equal multipliers. Both have the same state. With ``width``, the length of
-        the key's rows, it returns ``for_rows(width)`` of that optimizer.
+        For a key with multipliers, it returns an optimizer of the same class and without
+        multipliers: the learning rate (of a schedule too) and the decay are already multiplied.
+        Every call for keys with equal multipliers returns the same object. The state arrays are
+        those of this optimizer. With ``width``, the length of the key's rows, it returns
+        ``for_rows(width)`` of that optimizer.
         """
         factors = self._factors.get(key)
         if factors is None:
@@ -318,10 +320,10 @@ class Optimizer(metaclass=OptimizerKind):
     # -- arrays ------------------------------------------------------------------------
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Check that weights of ``dtype`` can be updated: real floats.
+        """Check that weights of ``dtype`` can be updated: they must be real floats.
 
-        Raises ``ArgumentTypeError``, or ``NotSupportedError`` for 16-bit floats with
-        ``multi_precision=False``.
+        Raises ``ArgumentTypeError`` if they are not, and ``NotSupportedError`` for 16-bit floats
+        with ``multi_precision=False``.
         """
         if not self.multi_precision and accumulation_dtype(dtype) != dtype:
             raise NotSupportedError(
@@ -336,10 +338,10 @@ class Optimizer(metaclass=OptimizerKind):
             )
 
     def is_lazy(self, stype: str) -> bool:
-        """Return whether updates of such a key skip rows without a gradient.
+        """Return whether updates of a key of kind ``stype`` skip rows without a gradient.
 
-        ``stype`` is the key's kind, ``"default"`` (dense) or ``"row_sparse"``. Optimizers of scope
-        ``"key"`` are never lazy.
+        ``stype`` is ``"default"`` (dense) or ``"row_sparse"``. Optimizers of scope ``"key"`` are
+        never lazy.
         """
         if self.scope == "key":
             return False
@@ -348,8 +350,8 @@ class Optimizer(metaclass=OptimizerKind):
     def state_names(self) -> tuple[str, ...]:
         """Return the names of the state arrays, in order: ``states`` by default.
 
-        A subclass sets ``states``, or overrides this method, or overrides ``create_state``; then
-        the names are ``state0``, ``state1`` and so on.
+        A subclass sets ``states``, or overrides this method, or overrides ``create_state``. In the
+        last case the names are ``state0``, ``state1`` and so on.
         """
         if type(self).create_state is Optimizer.create_state:
             return self.states
@@ -359,10 +361,10 @@ class Optimizer(metaclass=OptimizerKind):
     def create_state(self, weight: Flat) -> tuple[Flat, ...]:
         """Return the arrays that the optimizer keeps for ``weight`` between updates.
 
-        New 1-D arrays, one for each of ``state_names``, zero, as long as ``weight``, on its
-        device, owned by the caller, in the accumulation dtype: a float16 weight has float32
-        state, since squares of gradients leave float16's range. Stores come here by way of
-        ``states.py``, with the float32 master of such a weight.
+        These are new 1-D arrays of zeros, one for each of ``state_names``, as long as ``weight``
+        and on its device. The caller owns them. Their dtype is the accumulation dtype: a float16
+        weight has float32 state, since squares of gradients can exceed float16's range. Stores
+        call this method through ``states.py``, with the float32 master of such a weight.
         """
         dtype = accumulation_dtype(weight.dtype)
         return tuple(np.zeros_like(weight, dtype=dtype) for _ in self.state_names())
@@ -370,22 +372,23 @@ class Optimizer(metaclass=OptimizerKind):
     def update(self, weight: Flat, grad: Flat, state: State, count: int, scratch: Flat) -> None:
         """Update ``weight`` and ``state`` in place from the summed gradient.
 
-        All arrays are 1-D, of one length, on one device and the caller's. ``weight``, ``grad``
-        and ``scratch`` have the accumulation dtype (see ``kvstore/arrays/cpu/sums.py``), in which
-        all arithmetic is done: for a float16 key, ``weight`` is its float32 master. ``grad`` and
-        ``scratch`` may be overwritten; ``scratch`` holds nothing at entry. ``count`` is the number
-        of this update of this part, from 1.
+        All arrays are 1-D, have the same length, are on one device and belong to the caller.
+        ``weight``, ``grad`` and ``scratch`` have the accumulation dtype (see
+        ``kvstore/arrays/cpu/sums.py``), and all arithmetic uses it: for a float16 key, ``weight``
+        is its float32 master. ``update`` may overwrite ``grad`` and ``scratch``; the contents of
+        ``scratch`` are undefined at entry. ``count`` is the number of this update of this part,
+        counted from 1.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update()")
 
     def take_over(
         self, previous: Optimizer | None, weight: Flat, state: State, count: int
     ) -> tuple[tuple[Flat, ...], int]:
-        """Return state and update count for a part that had another optimizer.
+        """Return the state and update count for a part that had another optimizer.
 
-        If ``previous`` is of the same class, state and count stay, whatever the parameters. State
-        arrays that only one of the two has (such as with momentum 0) are created or dropped. If
-        it is of another class, state and count start again.
+        If ``previous`` has the same class, state and count stay, whatever the parameters. State
+        arrays that only one of the two has (as with momentum 0) are created or dropped. If
+        ``previous`` has another class, or is None, state and count start again.
         """
         fresh = self.create_state(weight)
         if previous is None or type(previous) is not type(self):
@@ -449,9 +452,10 @@ _registry: dict[str, type[Optimizer]] = {}
 def register(klass: _Class) -> _Class:
     """Register an optimizer class under its lower-case name; used as a decorator.
 
-    The same class may be registered again (when its module is reloaded). Another class of the same
-    name raises ``ArgumentTypeError``, and so does a class that is not itself a frozen dataclass.
-    A class with MXNet's methods (``scripted.py``) replaces an earlier such class of its name.
+    The same class may be registered again (when its module is reloaded). Another class with the
+    same name raises ``ArgumentTypeError``, and so does a class that is not itself a frozen
+    dataclass. A class with MXNet's methods (``scripted.py``) replaces an earlier such class with
+    its name.
     """
     if not isinstance(klass, type):
         raise ArgumentTypeError(f"register needs a class, got {klass!r}")
@@ -460,7 +464,7 @@ def register(klass: _Class) -> _Class:
         register_scripted(klass)
         return klass
     register_in(_registry, klass, name, "optimizer")
-    # These replace the methods of a frozen dataclass, whose error says only that it is frozen.
+    # A frozen dataclass has its own versions of these, but their error says only "frozen".
     klass.__setattr__ = _refuse_to_set  # type: ignore[assignment, method-assign]
     klass.__delattr__ = _refuse_to_delete  # type: ignore[assignment, method-assign]
     return klass
@@ -469,9 +473,9 @@ def register(klass: _Class) -> _Class:
 def create(name: str, **params: Any) -> Optimizer:
     """Create the optimizer registered as ``name`` (case is ignored) with parameters.
 
-    ``"ccsgd"``, an older name in MXNet, means ``"sgd"``. Raises ``UnknownOptimizerError`` or
-    ``OptimizerParameterError``, which list the known names. Source of the names:
-    ``mxnet.optimizer.create``.
+    ``"ccsgd"``, an older name in MXNet, means ``"sgd"``. An unknown name raises
+    ``UnknownOptimizerError`` and an unknown parameter ``OptimizerParameterError``; both list the
+    known names. Source of the names: ``mxnet.optimizer.create``.
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"an optimizer's name must be a string, got {name!r}")

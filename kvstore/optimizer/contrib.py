@@ -1,8 +1,8 @@
 """GroupAdaGrad: AdaGrad with one sum of squares for each row.
 
-It is ``mx.optimizer.contrib``.
+This module is also ``mx.optimizer.contrib``.
 
-Pure formulas; see ``base.py`` for the contract. Sees whole rows (scope ``"row"``). Read next:
+Pure formulas; see ``base.py`` for the contract. It gets whole rows (scope ``"row"``). Read next:
 ``adaptive.py``.
 """
 
@@ -32,9 +32,9 @@ class GroupAdaGrad(ClippedOptimizer):
 
     Names, numbers and formula are those of MXNet 1.9.1 (``python/mxnet/optimizer/contrib.py``),
     which accepts only weights of two dimensions; here each number of a 1-D weight is a row. As in
-    MXNet, there is no decay: ``wd`` must be 0. The history of a row is stored once for each of its
-    numbers, since stores cut states as they cut weights. History and mean have the accumulation
-    dtype.
+    MXNet, there is no decay: ``wd`` must be 0. Each number of a row has its own copy of the row's
+    history, since stores split states in the same way as weights. History and mean have the
+    accumulation dtype.
     """
 
     scope = "row"
@@ -46,7 +46,7 @@ class GroupAdaGrad(ClippedOptimizer):
     eps: float = not_negative(1e-5)
 
     _width: int = dataclasses.field(default=0, init=False, compare=False)
-    """The length of a row, set by ``for_rows``; 0: not known yet."""
+    """The length of a row, set by ``for_rows``; 0 means not known yet."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,7 +29,7 @@ class Ftrl(ClippedOptimizer):
                  (sign(z) * lamda1 - z) / ((beta + sqrt(n)) / learning_rate + wd)
 
     McMahan et al., "Ad Click Prediction: a View from the Trenches" (KDD 2013), algorithm 1,
-    with names and defaults of MXNet 1.9.1 (``lamda1`` is the L1 strength, ``wd`` the L2 one).
+    with names and defaults of MXNet 1.9.1 (``lamda1`` is the L1 strength, ``wd`` the L2 strength).
     The weight is computed from ``z`` and ``n`` alone. So its initial value matters only for
     gradients, and a new ``learning_rate`` changes all weights. With a rate of 0 (the multiplier of
     a frozen key) nothing changes; MXNet would compute NaN.

@@ -1,4 +1,4 @@
-"""Update weights by LARS, LAMB or LBSGD, which scale steps for each key.
+"""Update weights by LARS, LAMB or LBSGD, which scale the step of each key.
 
 LARS multiplies SGD's learning rate by the ratio of two norms. LAMB scales Adam's step to the norm
 of the weight. LBSGD emulates large batches by adding gradients; one of its strategies uses norms.
@@ -22,7 +22,7 @@ from kvstore.optimizer.parameters import not_negative, positive
 from kvstore.optimizer.sgd import MomentumOptimizer
 
 UNSCALED = ("gamma", "beta", "bias")
-"""The learning rate is not scaled for keys with these name endings (MXNet 1.9.1)."""
+"""LARS does not scale the learning rate of keys with these name endings (MXNet 1.9.1)."""
 
 
 @register
@@ -42,7 +42,7 @@ class LARS(MomentumOptimizer):
     ``momentum``; under a schedule with ``momentum_correction`` it is
     ``momentum * learning_rate(t) / learning_rate(t - 1)`` (arXiv 1706.02677, section 3, remark
     2), unless the divisor is 0. With momentum 0 there is no state. With ``adapt`` False the ratio
-    is 1; ``for_key`` does this for the names above.
+    is 1; ``for_key`` sets it to False for the names above.
     """
 
     scope = "key"
@@ -54,7 +54,7 @@ class LARS(MomentumOptimizer):
     adapt: bool = True
 
     def for_key(self, key: Key, width: int | None = None) -> Optimizer:
-        """Return the optimizer of a key, without adapting if its name is in ``UNSCALED``."""
+        """Return the optimizer of a key, with ``adapt`` False for ``UNSCALED`` names."""
         found = super().for_key(key)
         is_unscaled = isinstance(key, str) and key.endswith(UNSCALED)
         if not (is_unscaled and isinstance(found, LARS) and found.adapt):
@@ -102,7 +102,7 @@ class LAMB(MomentsOptimizer):
 
     You et al., arXiv 1904.00962, algorithm 2, with names, defaults and formula of MXNet 1.9.1
     (``LambUpdatePhaseOneKernel`` and ``...TwoKernel`` in ``src/operator/optimizer_op-inl.h``).
-    With ``bias_correction`` False the two divisors (1 - beta ** t) of the step are left out. A
+    With ``bias_correction`` False, the step leaves out the two divisors (1 - beta ** t). A
     bound of None, 0 or less means no limit.
     """
 
@@ -150,7 +150,7 @@ _LEAST, _MOST = 0.01, 100.0
 @register
 @dataclasses.dataclass(frozen=True)
 class LBSGD(ClippedOptimizer):
-    """LBSGD: large-batch SGD, for update t (``count``) of a key::
+    """LBSGD: large-batch SGD. For update t (``count``) of a key::
 
         sum = sum + grad
         if batch_scale divides n (else nothing more happens)
@@ -169,7 +169,7 @@ class LBSGD(ClippedOptimizer):
     whole key, limited to 0.01 to 100.
 
     Names, defaults and formula are those of MXNet 1.9.1 (``python/mxnet/optimizer/optimizer.py``).
-    As there, the rate of a schedule is that of the previous update, and ``num_epochs`` has no
+    As in MXNet, a schedule gives the rate of the previous update, and ``num_epochs`` has no
     effect. With momentum 0 there is no ``mom``.
     """
 
@@ -195,7 +195,7 @@ class LBSGD(ClippedOptimizer):
     num_epochs: int = not_negative(60)
 
     def state_names(self) -> tuple[str, ...]:
-        """Return ``sum`` if gradients are collected, and ``mom`` with momentum."""
+        """Return ``sum`` if gradients are added up, and ``mom`` with momentum."""
         adds, moves = self.batch_scale != 1, self.momentum != 0.0
         return ("sum",) * adds + ("mom",) * moves
 

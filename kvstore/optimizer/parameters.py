@@ -1,8 +1,8 @@
 """Typed parameters: check the fields of optimizers and schedules.
 
-Optimizers and schedules are frozen dataclasses that are registered under a name, created from
-names and numbers, and compared by value. This module has what they share. Pure. Read next:
-``schedule.py`` and ``base.py``.
+Optimizers and schedules are frozen dataclasses. They are registered under a name, created from
+names and numbers, and compared by value. This module holds the code that both use. Pure. Read
+next: ``schedule.py`` and ``base.py``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvstore.errors.hints import nearest
 from pslite.errors import check_unicode
 
 Number: typing.TypeAlias = float | int | bool | str | None
-"""The types of parameters, which are also those in messages."""
+"""The types of parameters, in code and in messages."""
 
 Multipliers: typing.TypeAlias = Mapping[Key, float] | Sequence[tuple[Key, float]]
-"""Factors by key. Given as a mapping; kept as pairs, sorted by key."""
+"""Factors by key: passed as a mapping, stored as pairs sorted by key."""
 
 ALIASES = {"lr": "learning_rate", "weight_decay": "wd", "mom": "momentum", "eps": "epsilon"}
-"""Other names of parameters, for hints in errors; only ``replace`` accepts one, ``lr``."""
+"""Other names of parameters, for hints in errors. Only ``replace`` accepts one: ``lr``."""
 
 NOT_TAKEN = {
     "begin_num_update": (
@@ -72,7 +72,7 @@ def _ranged(default: float, text: str, holds: Callable[[float], bool]) -> Any:
 
 
 def parameter_names(cls: type) -> list[str]:
-    """Return parameter names of an optimizer or schedule, its own before its bases'."""
+    """Return the parameter names of a class, its own before those of its bases."""
     bases = enumerate(cls.__mro__)
     depth = {name: index for index, base in bases for name in inspect.get_annotations(base)}
     fields = [field for field in dataclasses.fields(cls) if field.init]
@@ -81,7 +81,7 @@ def parameter_names(cls: type) -> list[str]:
 
 
 def positions(cls: type) -> tuple[str, ...]:
-    """Return the names of the parameters that may be positional, in order."""
+    """Return the names of the parameters that may be passed by position, in order."""
     fields = (field.name for field in dataclasses.fields(cls) if field.init and not field.kw_only)
     return tuple(vars(cls).get("positional", fields))
 
@@ -89,7 +89,7 @@ def positions(cls: type) -> tuple[str, ...]:
 def _take_positions(cls: type[Any]) -> None:
     """Make ``cls`` accept its ``positional`` by position, and all others by name only.
 
-    This is needed since a dataclass puts the fields of its bases first, unlike MXNet.
+    A dataclass would put the fields of its bases first; MXNet does not.
     """
     names, init = positions(cls), cls.__init__
 
@@ -207,8 +207,9 @@ def _shown(value: object) -> str:
 def register_in(registry: dict[str, type[Any]], cls: _Class, name: str, what: str) -> _Class:
     """Register ``cls`` as ``name`` and set ``cls.name``.
 
-    The same class may be registered again (when its module is reloaded). Another class of the same
-    name raises ``ArgumentTypeError``, and so does a class that is not itself a frozen dataclass.
+    The same class may be registered again (when its module is reloaded). Another class with the
+    same name raises ``ArgumentTypeError``, and so does a class that is not itself a frozen
+    dataclass.
     """
     options = vars(cls).get("__dataclass_params__")
     if options is None or not options.frozen:
@@ -251,7 +252,7 @@ def build(cls: type[Any], params: Mapping[str, Any]) -> Any:
 
 
 def check_known(cls: type[Any], params: Mapping[str, Any]) -> None:
-    """Check that ``cls`` has all these parameters, else ``OptimizerParameterError``."""
+    """Check that ``cls`` has all these parameters; raise ``OptimizerParameterError``."""
     known = parameter_names(cls)
     unknown = sorted(set(params) - set(known))
     if not unknown:

@@ -1,7 +1,7 @@
 """Learning-rate schedules: immutable values that map an update number to a rate.
 
-Pure. Unlike MXNet's, a schedule does not count updates: the rate depends only on the update's
-number. So it is the same after a restart of a server, and for a key that is added later. Names,
+Pure. Unlike MXNet's, a schedule does not count updates: the rate depends only on the number of
+the update. So the rate is the same after a server restarts, and for a key added later. Names,
 parameters and formulas are those of MXNet 1.9.1 (``python/mxnet/lr_scheduler.py``). Read next:
 ``base.py``, whose ``Optimizer.rate`` calls schedules.
 """
@@ -45,11 +45,11 @@ class Schedule:
             def decayed(self, count, base_lr):
                 return base_lr / 2 ** (count // self.every)
 
-    Before update number ``warmup_steps`` the rate climbs in equal steps from
+    Before update number ``warmup_steps`` the rate rises in equal steps from
     ``warmup_begin_lr`` towards the base rate (mode ``"linear"``) or stays at
     ``warmup_begin_lr`` (``"constant"``). ``base_lr`` None means the learning rate of the
-    optimizer; in MXNet it is 0.01. The optimizer's learning rate may replace a given ``base_lr``
-    (``gives_way``).
+    optimizer; MXNet uses 0.01. The optimizer's learning rate may replace a ``base_lr`` that you
+    give (``gives_way``).
     """
 
     name: ClassVar[str] = ""
@@ -77,7 +77,7 @@ class Schedule:
             self.check_base(self.base_lr)
 
     def rate(self, count: int, base_lr: float) -> float:
-        """Return the learning rate of update number ``count``, from 1."""
+        """Return the learning rate of update number ``count``, counted from 1."""
         if count >= self.warmup_steps:
             return self.decayed(count, base_lr)
         if self.warmup_mode == "constant":
@@ -109,7 +109,7 @@ class Schedule:
 
 
 LRScheduler = Schedule
-"""MXNet's name of the base class."""
+"""MXNet's name for the base class."""
 
 _Class = TypeVar("_Class", bound=type[Schedule])
 
@@ -127,7 +127,8 @@ def register(cls: _Class) -> _Class:
 def create(name: str, **params: Any) -> Schedule:
     """Return the schedule registered under ``name`` (``"factor"``, ``"cosine"``, ...).
 
-    Raises ``OptimizerParameterError``, which lists what is known.
+    For an unknown name or parameter it raises ``OptimizerParameterError``, which lists the known
+    ones.
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"a schedule's name must be a string, got {name!r}")
@@ -146,8 +147,9 @@ def create(name: str, **params: Any) -> Schedule:
 class FactorScheduler(Schedule):
     """The rate ``base * factor ** k``, where k = (t - 1) // ``step``, for update t.
 
-    Updates 1 to ``step`` have the base rate, the next ``step`` updates this rate times ``factor``,
-    and so on. The rate is never reduced below ``stop_factor_lr``. Updates of the warm-up count.
+    Updates 1 to ``step`` have the base rate, the next ``step`` updates have this rate times
+    ``factor``, and so on. The rate is never reduced below ``stop_factor_lr``. Updates of the
+    warm-up count too.
     """
 
     positional: ClassVar[tuple[str, ...]] = (
@@ -177,7 +179,8 @@ class FactorScheduler(Schedule):
 class MultiFactorScheduler(Schedule):
     """The rate ``base * factor ** k``; k is how many entries of ``step`` are below t.
 
-    ``step`` is a list of update numbers, each larger than the one before; kept as a tuple.
+    t is the update number. ``step`` is a list of update numbers, each larger than the one before;
+    it is stored as a tuple.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("step", "factor", "base_lr", *_WARM_UP)
@@ -203,7 +206,7 @@ class MultiFactorScheduler(Schedule):
 class _UntilMaximum(Schedule):
     """A schedule that ends with ``final_lr`` at update number ``max_update``.
 
-    As in MXNet, a ``base_lr`` given to such a schedule is used, not the optimizer's rate.
+    As in MXNet, a ``base_lr`` given to such a schedule takes precedence over the optimizer's rate.
     """
 
     gives_way: ClassVar[bool] = False
@@ -257,10 +260,10 @@ class PolyScheduler(_UntilMaximum):
 class CosineScheduler(_UntilMaximum):
     """The rate ``final_lr + (base - final_lr) * (1 + cos(pi * progress)) / 2``.
 
-    Afterwards it is ``final_lr``.
+    After ``max_update`` it is ``final_lr``.
 
-    progress rises from 0 at the end of the warm-up to 1 at ``max_update``. Without restarts,
-    the annealing of Loshchilov and Hutter (arXiv 1608.03983).
+    progress rises from 0 at the end of the warm-up to 1 at ``max_update``. This is the annealing
+    of Loshchilov and Hutter (arXiv 1608.03983), without restarts.
     """
 
     positional: ClassVar[tuple[str, ...]] = ("max_update", "base_lr", "final_lr", *_WARM_UP)
@@ -279,8 +282,8 @@ class ScaledScheduler(Schedule):
 
     The factor applies to the warm-up too.
 
-    It is used for a key with a learning-rate multiplier. The multiplier applies to the schedule's
-    rates, not to its base, so that final and smallest rates are multiplied too (as in MXNet).
+    Keys with a learning-rate multiplier use it. The multiplier applies to the schedule's rates,
+    not to its base, so it multiplies final and smallest rates too (as in MXNet).
     """
 
     schedule: Schedule

@@ -1,4 +1,4 @@
-"""Optimizers written MXNet's way, as code with state, for one process.
+"""Run optimizers written MXNet's way, as code with state, in one process.
 
 ::
 
@@ -12,10 +12,10 @@
             state[:] = 0.9 * state - self._get_lr(index) * (grad * self.rescale_grad)
             weight[:] += state
 
-Such a class statement, whose methods take an index, gets ``ScriptedOptimizer`` as its base in place
-of ``Optimizer`` (``OptimizerKind``): the two have nothing in common but the name. Source of names
-and meaning: ``python/mxnet/optimizer/optimizer.py`` of MXNet 1.9.1. One thread at a time. Read
-next: ``updater.py``, which calls them.
+The methods of such a class take an index. ``OptimizerKind`` therefore replaces its base
+``Optimizer`` by ``ScriptedOptimizer``; the two have nothing in common but the name. Source of names
+and meaning: ``python/mxnet/optimizer/optimizer.py`` of MXNet 1.9.1. Only one thread at a time may
+use an instance. Read next: ``updater.py``, which calls them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvstore.optimizer.schedule import Schedule
 
 _METHODS = {"update": 4, "update_multi_precision": 4}
 _METHODS |= {"create_state": 2, "create_state_multi_precision": 2}
-"""Arguments of MXNet's methods besides ``self``; ours take another number."""
+"""How many arguments MXNet's methods take besides ``self``; ours take other numbers."""
 
 _scripted: dict[str, type[ScriptedOptimizer]] = {}
 """The registered classes by lower-case name."""
 
 
 class ScriptedOptimizer:
-    """Base of optimizers that are written MXNet's way.
+    """The base class of optimizers that are written MXNet's way.
 
-    A subclass defines ``update`` and, if it keeps anything, ``create_state``. Arrays are
+    A subclass defines ``update`` and, if it keeps state, ``create_state``. Arrays are
     ``mx.nd.NDArray``, and are changed in place. Attributes are MXNet's and may be set at any time:
-    ``lr``, ``wd``, ``rescale_grad``, ``clip_gradient``, ``lr_scheduler``, ``num_update``. Runs in
-    ``local`` and ``device`` stores and in an ``Updater``, on the host.
+    ``lr``, ``wd``, ``rescale_grad``, ``clip_gradient``, ``lr_scheduler``, ``num_update``. It runs
+    in ``local`` and ``device`` stores and in an ``Updater``, on the host.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class ScriptedOptimizer:
         raise NotImplementedError(f"{type(self).__name__} must define update()")
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """Return ``create_state`` of the weight, or of a float32 copy, and the copy.
+        """Return the state of a weight.
 
-        The copy is for float16 with ``multi_precision``.
+        For float16 with ``multi_precision``, return a float32 copy and the state of the copy.
         """
         if self.multi_precision and weight.dtype == np.float16:
             master = weight.astype(np.float32)
@@ -119,13 +119,13 @@ class ScriptedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The present rate: of the schedule, or ``lr``."""
+        """The current rate, from the schedule if there is one, else ``lr``."""
         if self.lr_scheduler is None:
             return self.lr
         return self.lr_scheduler.rate(self.num_update, self.lr)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set ``lr``. Raises ``NotSupportedError`` where a schedule decides."""
+        """Set ``lr``. Raises ``NotSupportedError`` if there is a schedule."""
         if self.lr_scheduler is not None:
             raise NotSupportedError(
                 "cannot set the learning rate of an optimizer with an lr_scheduler; create it "
@@ -138,7 +138,7 @@ class ScriptedOptimizer:
         self.lr_mult = dict(args_lr_mult)
 
     def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
-        """Set factors for the decay; 0 for names that are not weights or gammas."""
+        """Set factors for the decay; names other than weights and gammas default to 0."""
         names = self.idx2name.values()
         self.wd_mult = {name: 0.0 for name in names if not name.endswith(("_weight", "_gamma"))}
         self.wd_mult.update(args_wd_mult)
@@ -172,9 +172,8 @@ class ScriptedOptimizer:
 class OptimizerKind(type):
     """The metaclass of ``Optimizer``: supports classes written MXNet's way.
 
-    Such a class gets the base that it was written for.
-
-    One that extends another optimizer of this package in that way raises ``NotSupportedError``.
+    Such a class gets the base that it was written for. If it extends another optimizer of this
+    package, such as SGD, it raises ``NotSupportedError``.
     """
 
     def __new__(
@@ -216,7 +215,7 @@ def create_scripted(name: str, params: Mapping[str, Any]) -> ScriptedOptimizer |
 
 
 def check_travels(optimizer: object) -> None:
-    """Check that an optimizer can be sent: it is not a ``ScriptedOptimizer``."""
+    """Check that an optimizer can be sent: a ``ScriptedOptimizer`` cannot."""
     if isinstance(optimizer, ScriptedOptimizer):
         name = type(optimizer).__name__
         raise NotSupportedError(
@@ -235,7 +234,7 @@ class ScriptedStates:
         self.states: dict[Any, Any] = {}
 
     def update(self, index: Any, grad: Any, weight: Any) -> None:
-        """Change ``weight``, a NumPy array, in place; ``grad`` is another one."""
+        """Change ``weight`` in place; ``weight`` and ``grad`` are NumPy arrays."""
         from kvstore.mxnet.nd.ndarray import NDArray  # imports all array libraries' adapters
 
         weight, grad = NDArray(weight), NDArray(grad)

@@ -1,22 +1,23 @@
 """Convert optimizers to plain data for messages and files: never code.
 
-``to_plain`` gives lists, dicts with string keys, strings, numbers and None, which JSON and
-msgpack carry; ``from_plain`` makes an equal optimizer from them, out of this process's
-registry. It trusts nothing: whatever comes in, the outcome is an optimizer or one of the
-errors it names. Imports nothing and evaluates nothing. Pure; any thread may call. Read next:
-``parameters.py``, which checks the numbers.
+``to_plain`` returns lists, dicts with string keys, strings, numbers and None, which JSON and
+msgpack can encode. ``from_plain`` makes an equal optimizer from them, with the classes in this
+process's registry. It does not trust its input: for any input it returns an optimizer or raises
+one of the errors that it documents. It imports and evaluates nothing. Pure; any thread may call.
+Read next: ``parameters.py``, which checks the numbers.
 
 An optimizer is ``[name, {parameter: value}]`` with all of its parameters. A schedule among
 them is ``[name, {parameter: value}]`` too; a mapping of multipliers is a list of ``[key,
 factor]``, so that int keys stay ints.
 
-States of an ``Updater`` as bytes: counts, arrays and numbers, never code.
+``to_bytes`` encodes the states of an ``Updater``: counts, arrays and numbers, never code.
 
-A first line that names the format, the length of a header in 8 bytes (little-endian), the header,
-and the bytes of all arrays, one after the other. The header is plain data: ``[optimizer or None,
-[[key, count, state], ...]]``, in which an array is ``["array", dtype, shape]``, a number
-``["number", value]``, and a list or tuple ``["list", [...]]`` or ``["tuple", [...]]``. Nothing that
-comes in is believed before it was checked. Pure. Read next: ``updater.py``.
+The bytes are: a first line that names the format, the length of the header in 8 bytes
+(little-endian), the header, and the bytes of all arrays, one after the other. The header is plain
+data: ``[optimizer or None, [[key, count, state], ...]]``. In it an array is
+``["array", dtype, shape]``, a number ``["number", value]``, and a list or tuple
+``["list", [...]]`` or ``["tuple", [...]]``. ``from_bytes`` checks everything before it uses it.
+Pure. Read next: ``updater.py``.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ HINT = (
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
-    """Return ``optimizer``. Raises ``ArgumentTypeError`` for other types.
+    """Return ``optimizer`` if it is one. Raises ``ArgumentTypeError`` for other types.
 
-    And ``NotSupportedError`` for one that is written MXNet's way: it cannot travel.
+    Raises ``NotSupportedError`` for one that is written MXNet's way: it cannot be sent.
     """
     check_travels(optimizer)
     if not isinstance(optimizer, Optimizer):
@@ -67,7 +68,7 @@ def check_optimizer(optimizer: object) -> Optimizer:
 
 
 def what_was_given(value: object) -> str:
-    """Describe an argument that is not an optimizer, for the text of an error."""
+    """Describe an argument that is not an optimizer, for an error message."""
     if isinstance(value, type):
         return f"the class {value.__name__} instead of an instance"
     if hasattr(value, "param_groups"):
@@ -78,8 +79,8 @@ def what_was_given(value: object) -> str:
 def to_plain(optimizer: Optimizer) -> list[Any]:
     """Return ``[name, {parameter: value}]``, as new lists and dicts.
 
-    Equal optimizers give equal data, parameters in the same order. Raises
-    ``UnknownOptimizerError`` for an optimizer or schedule whose class is not registered.
+    Equal optimizers give equal data, with parameters in the same order. If the class of the
+    optimizer or schedule is not registered, it raises ``UnknownOptimizerError``.
     """
     if base._registry.get(optimizer.name) is not type(optimizer):
         raise UnknownOptimizerError(
@@ -113,7 +114,7 @@ def from_plain(data: Any) -> Optimizer:
     Raises:
         ProtocolError: the data does not describe an optimizer.
         UnknownOptimizerError: no optimizer is registered here under its name.
-        OptimizerParameterError: a parameter or schedule is unknown or does not fit.
+        OptimizerParameterError: a parameter or schedule is unknown or invalid.
     """
     name, params = _split(data, "optimizer")
     cls = base._registry.get(name)
@@ -175,7 +176,7 @@ _DTYPES = {
 
 
 def to_bytes(entries: Mapping[Any, tuple[int, Any]], optimizer: list[Any] | None) -> bytes:
-    """Return counts and states by key, and an optimizer as plain data.
+    """Encode counts and states by key, and an optimizer as plain data.
 
     Arrays are NumPy's or have ``asnumpy``. Raises ``ArgumentTypeError`` for a state that holds
     anything but arrays, numbers, text, None, lists and tuples.
@@ -187,9 +188,9 @@ def to_bytes(entries: Mapping[Any, tuple[int, Any]], optimizer: list[Any] | None
 
 
 def from_bytes(data: bytes) -> tuple[dict[Any, tuple[int, Any]], Any]:
-    """Return the argument of ``to_bytes``, as new arrays.
+    """Return the arguments of ``to_bytes``, with new arrays.
 
-    Raises ``CheckpointError``.
+    Raises ``CheckpointError`` if ``data`` is not valid.
     """
     start = len(_FORMAT) + _LENGTH
     if not data.startswith(_FORMAT) or len(data) < start:

@@ -3,7 +3,7 @@
 SGD may have momentum, in MXNet's form or PyTorch's (TorchSGD); NAG has Nesterov's. Signum and
 signSGD make steps of equal size in the direction of a sign. SGLD adds noise, so that weights are
 samples of a posterior. The noise depends only on the seed, the key, the number of the update and
-the position of an element (scope ``"key"``), so that a restarted server computes the same. DCASGD
+the position of an element (scope ``"key"``), so a restarted server computes the same noise. DCASGD
 corrects gradients in asynchronous stores for the updates that other workers made meanwhile. Pure
 formulas; see ``base.py`` for the contract. Read next: ``layerwise.py``.
 """
@@ -115,7 +115,7 @@ class TorchSGD(MomentumOptimizer):
         weight = weight - learning_rate * mom
 
     With ``nesterov`` the last line subtracts ``learning_rate * (grad + momentum * mom)``. The
-    present rate multiplies the whole velocity; in ``SGD`` each gradient in the velocity keeps the
+    current rate multiplies the whole velocity; in ``SGD`` each gradient in the velocity keeps the
     rate of its own update. The first ``mom`` is ``grad``, as in ``torch.optim.SGD``.
     """
 

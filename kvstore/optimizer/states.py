@@ -1,4 +1,4 @@
-"""Optimizer state of one weight: its arrays and, for 16 bits, a float32 master.
+"""Keep the optimizer state of a weight, with a float32 master for 16 bits.
 
 float16 and bfloat16 weights are too coarse for small updates: near 1, a float16 has steps of 0.001,
 and an update of less than half a step is lost. So if an optimizer updates such a weight, the last
@@ -9,7 +9,7 @@ dtypes have no master.
 
 Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740), section 3.1; MXNet's
 ``multi_precision`` (``python/mxnet/optimizer/optimizer.py``). Pure; arrays are the caller's. Read
-next: ``kvstore/arrays/cpu/sums.py``, which updates.
+next: ``kvstore/arrays/cpu/sums.py``, which performs the updates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvstore.optimizer.base import Optimizer
 
 MASTER = "master"
-"""The name of the master among the states, in files too."""
+"""The name of the master array, in states and in files."""
 
 _BLOCK_ELEMENTS = 65536
 """How many elements are rounded at a time: 128 KiB of 16-bit floats."""
@@ -66,10 +66,10 @@ def take_over(
     state: Sequence[Flat],
     count: int,
 ) -> tuple[tuple[Flat, ...], int]:
-    """Return state and update count for a weight that gets another optimizer.
+    """Return the state and update count for a weight that gets another optimizer.
 
-    It does what ``Optimizer.take_over`` does, and always keeps the master. If ``state`` is empty,
-    the master is created from the weight.
+    It works like ``Optimizer.take_over``, but always keeps the master. If ``state`` is empty,
+    it creates the master from the weight.
     """
     if not has_master(weight.dtype):
         return optimizer.take_over(previous, weight, state, count)
@@ -81,8 +81,9 @@ def take_over(
 def restored(optimizer: Optimizer | None, weight: Flat, saved: Sequence[Flat]) -> tuple[Flat, ...]:
     """Return the state of ``weight``, on the host, from saved arrays.
 
-    If the master was not saved, it is created from the weight; if it belongs to other values, it
-    is corrected (``follow``). Arrays of ``saved`` are only read, and may be part of the result.
+    If the master was not saved, it is created from the weight. Where it does not round to the
+    weight, it is corrected (``follow``). The function only reads the arrays of ``saved``; the
+    result may contain them.
     """
     if optimizer is None or not has_master(weight.dtype):
         return tuple(saved)
@@ -95,10 +96,10 @@ def restored(optimizer: Optimizer | None, weight: Flat, saved: Sequence[Flat]) -
 
 
 def follow(weight: Flat, master: Flat) -> None:
-    """Set ``master`` to ``weight`` in place, where it does not round to ``weight``.
+    """Set ``master`` to ``weight`` in place wherever it does not round to ``weight``.
 
-    This is needed if the weight may have been set without the master. Both are 1-D and of one
-    length. Bits are compared, so a NaN equals itself.
+    Call it if the weight may have been set without the master. Both are 1-D and have the same
+    length. The function compares bits, so a NaN equals itself.
     """
     step = min(len(weight), _BLOCK_ELEMENTS)
     block = np.empty(step, weight.dtype)

@@ -1,9 +1,9 @@
 """``Updater``: an optimizer with the state of many keys, for use outside a store.
 
-``updater(key, grad, weight)`` changes ``weight`` in place, as MXNet's does, with the bits that
-the ``local`` store gives for one pushed value. Works on the host; arrays of other libraries
-are brought there and back. No threads of its own: one thread at a time. Read next:
-``kvstore/arrays/cpu/sums.py``, which does the work in blocks.
+``updater(key, grad, weight)`` changes ``weight`` in place, as MXNet's does. The result has the
+same bits as in a ``local`` store with one pushed value. It computes on the host; arrays on a GPU
+are copied to the host and back. It starts no threads, and only one thread at a time may call it.
+Read next: ``kvstore/arrays/cpu/sums.py``, which updates in blocks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvstore.optimizer.serialize import from_bytes, from_plain, to_bytes, to_pla
 from kvstore.optimizer.states import create_state, follow, has_master, restored, take_over
 
 States = dict[Key, tuple[int, tuple[Flat, ...]]]
-"""For each key the number of its updates, and its arrays in the order of ``states.state_names``."""
+"""For each key: how many updates it had, and its arrays in the order of ``states.state_names``."""
 
 
 class Updater:
-    """An updater of many weights by one optimizer.
+    """Update many weights with one optimizer.
 
     Source: ``mxnet.optimizer.Updater``.
 
-    A key's state is created at its first update; each key has its own count. ``optimizer`` may
-    be set to another at any time: of the same class keeps state and counts, any other begins
-    again, as in the stores. One that is written MXNet's way (``scripted.py``) stays; it is called
-    for each array, on the host, and keeps what it likes. float16 and bfloat16 weights have a
-    float32 master here; where the caller has changed a weight since its last update, the weight
-    counts and not the master.
+    The first update of a key creates its state; each key has its own count. You may set
+    ``optimizer`` to another one at any time: one of the same class keeps states and counts, any
+    other starts again, as in the stores. An optimizer that is written MXNet's way
+    (``scripted.py``) cannot be replaced; it is called for each array, on the host, and may keep
+    any state. float16 and bfloat16 weights have a float32 master here; where the caller has
+    changed a weight since its last update, the weight replaces the master.
     """
 
     def __init__(self, optimizer: Optimizer | ScriptedOptimizer) -> None:
@@ -58,9 +58,9 @@ class Updater:
     ) -> None:
         """Update ``weight`` in place from ``grad``; lists are updated in order.
 
-        Both are arrays of one shape and dtype, in any library and memory order, on any device;
-        ``grad`` is only read. Both are the caller's and are not kept. Raises
-        ``ArgumentTypeError`` for what is not an array, not floating point or read-only, and
+        Both are arrays with the same shape and dtype, of any library and memory order, on any
+        device; ``grad`` is only read. The updater keeps neither. Raises ``ArgumentTypeError`` for
+        arguments that are not arrays, not floating point or (the weight) read-only, and
         ``ValueMismatchError`` for unequal shapes, dtypes or lengths of lists.
         """
         if not isinstance(key, list | tuple):
@@ -88,12 +88,11 @@ class Updater:
         }
 
     def get_states(self, dump_optimizer: bool = False) -> bytes:
-        """Return counts and states as bytes, with the optimizer if wanted.
+        """Return counts and states as bytes for ``set_states``.
 
-        ``set_states`` accepts them.
-
-        MXNet's call; the bytes are not a pickle (``serialize.py``). Raises ``NotSupportedError``
-        for an optimizer that is to be dumped and is written MXNet's way: it is code.
+        With ``dump_optimizer`` they include the optimizer. MXNet has this call, but these bytes
+        are not a pickle (``serialize.py``). An optimizer that is written MXNet's way is code, so
+        dumping it raises ``NotSupportedError``.
         """
         if dump_optimizer:
             check_travels(self.optimizer)
@@ -118,14 +117,14 @@ class Updater:
         self.set_states(entries)
 
     def set_states(self, states: bytes | Mapping[Key, tuple[int, Sequence[Flat]]]) -> None:
-        """Load states from ``states`` or ``get_states`` of an optimizer of the same class.
+        """Load states that ``states`` or ``get_states`` returned for the same class.
 
-        Bytes that hold an optimizer bring it along; malformed ones raise ``CheckpointError``.
-        Keeps copies.
+        If bytes include an optimizer, it is loaded too; malformed bytes raise ``CheckpointError``.
+        The updater copies the arrays.
 
-        Replaces all keys. Masters may be missing. Raises ``ValueMismatchError`` where a key has
-        another number of arrays than the optimizer keeps, or a count below 0; then nothing has
-        changed. Lengths and dtypes are checked at the key's next update.
+        The loaded states replace those of all keys. Masters may be missing. If a key has a count
+        below 0, or not as many arrays as the optimizer keeps, it raises ``ValueMismatchError`` and
+        changes no states. Lengths and dtypes are checked at the key's next update.
         """
         if isinstance(states, bytes | bytearray | memoryview):
             self._set_bytes(bytes(states))

@@ -1,8 +1,8 @@
-"""NumPy's ufuncs on row-sparse arrays: which results stay row-sparse.
+"""Apply NumPy's ufuncs to row-sparse arrays; some results stay row-sparse.
 
-Missing rows are zero. A result is row-sparse where the ufunc of zeros is zero and MXNet keeps the
+Missing rows are zero. A result is row-sparse if the ufunc of zeros is zero and MXNet keeps the
 result row-sparse; everything else is computed on dense arrays. Pure; only
-``RowSparseArray.__array_ufunc__`` calls it. The rule follows what MXNet 1.9.1 was seen to return
+``RowSparseArray.__array_ufunc__`` calls it. The rule follows the recorded results of MXNet 1.9.1
 (``tests/reference/record_arrays.py``).
 """
 
@@ -32,7 +32,7 @@ def computed(
     options: dict[str, Any],
 ) -> Any:
     """Apply ``ufunc`` to inputs, some of them of class ``kind``; see NEP 13."""
-    # NumPy's numbers become Python's, which do not change the dtype of a result.
+    # Convert NumPy's numbers to Python's, which do not change the dtype of a result.
     inputs = [each.item() if isinstance(each, np.generic) else each for each in inputs]
     is_plain = method == "__call__" and not set(options) - {"out"}
     outs: tuple[Any, ...] = options.get("out", ())
@@ -102,7 +102,7 @@ def _with_values(array: RowSparseArray, compute: Any) -> RowSparseArray:
 def _of_both(ufunc: np.ufunc, one: RowSparseArray, other: RowSparseArray) -> RowSparseArray:
     """Combine two arrays row by row; missing rows count as zeros."""
     ids = union_of([one.ids, other.ids])
-    # If one class is a subclass of the other, the result is of the subclass.
+    # If one class is a subclass of the other, the result has the subclass.
     lead = other if issubclass(type(other), type(one)) else one
     return lead.like(ids, ufunc(_spread(one, ids), _spread(other, ids)))
 

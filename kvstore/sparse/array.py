@@ -1,6 +1,6 @@
 """``RowSparseArray``: some rows of a large array; all others are zero.
 
-Stores accept and fill such arrays. This module does not know stores; its arithmetic is NumPy's
+Stores accept and fill such arrays. This module knows nothing of stores; its arithmetic is NumPy's
 (``arithmetic.py``). Only one thread at a time may use an array. Source of the idea and of some
 names: ``RowSparseNDArray`` of MXNet (python/mxnet/ndarray/sparse.py); here ids may be unsorted and
 repeated. Read next: ``convert.py``, which converts other libraries' sparse matrices and tensors.
@@ -30,7 +30,7 @@ _MOST_ROOM = 2
 
 
 class RowSparseArray(NDArrayOperatorsMixin):
-    """An array of shape ``shape`` whose rows ``indices`` are ``values``.
+    """An array of shape ``shape`` with rows ``values`` at ``indices``.
 
     All other rows are zero.
 
@@ -38,18 +38,18 @@ class RowSparseArray(NDArrayOperatorsMixin):
 
         RowSparseArray([3, 0], numpy.ones((2, 64), "float32"), (1_000_000, 64))
 
-    ``indices`` are the ids of the rows: an array of any integer dtype, or a list of ints; kept
-    as int64, flat. ``values`` is an array of any library, of shape ``(number of ids,
+    ``indices`` are the ids of the rows: an array of any integer dtype, or a list of ints; stored
+    as flat int64. ``values`` is an array of any library with shape ``(number of ids,
     *shape[1:])``. If an id is repeated, its row is the sum of the rows given for it. NumPy
-    arrays are kept without a copy and remain the caller's; arrays of other libraries are
-    copied to the host if they are not there.
+    arrays are kept without a copy and remain the caller's; arrays on a device are copied to the
+    host.
 
     NumPy's ufuncs and operators accept it. The sum, difference or product of two such arrays is
-    row-sparse, and so is the product or quotient with a number; most others are dense, as in
-    MXNet. ``dense += rows`` changes these rows only, ``rows += other`` changes ``rows`` itself.
+    row-sparse, and so is the product or quotient with a number; most other results are dense, as
+    in MXNet. ``dense += rows`` changes only these rows; ``rows += other`` changes ``rows`` itself.
 
-    Raises ``ArgumentTypeError`` for ids that are not integers and values that are not an array,
-    ``ArgumentValueError`` for ids out of range, ``ValueMismatchError`` for values of another
+    Raises ``ArgumentTypeError`` if ids are not integers or values are not an array,
+    ``ArgumentValueError`` if ids are out of range, ``ValueMismatchError`` if values have another
     shape.
     """
 
@@ -59,7 +59,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
     __hash__ = object.__hash__
 
     stype: ClassVar[str] = "row_sparse"
-    """MXNet's name of the storage type."""
+    """MXNet's name for the storage type."""
 
     def __init__(self, indices: Array | Iterable[int], values: Array, shape: Iterable[int]) -> None:
         self._shape = _checked_shape(shape)
@@ -77,7 +77,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
 
     @classmethod
     def from_dense(cls, array: Array) -> RowSparseArray:
-        """Return copies of an array's rows that are not all zero; NaN is not zero."""
+        """Return copies of those rows of an array that are not all zero (NaN is not zero)."""
         host = adapter_for(array).to_host(array)
         if host.ndim == 0:
             raise ValueMismatchError(
@@ -90,7 +90,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
 
     @property
     def ids(self) -> Ids:
-        """The ids as NumPy's array: int64, shape (n,)."""
+        """The ids as a NumPy array: int64, shape (n,)."""
         return self._indices
 
     @property
@@ -105,7 +105,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
 
     @property
     def data(self) -> Any:
-        """The same as ``values``, by its name in MXNet."""
+        """The same as ``values``; MXNet's name."""
         return self._values
 
     @property
@@ -137,7 +137,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
     def unique(self: Self) -> Self:
         """Return an array with sorted, distinct ids; add the rows of each id in order.
 
-        If ``is_unique``, return the array itself. Sums of 16-bit floats are made in float32.
+        If ``is_unique``, return the array itself. 16-bit floats are summed in float32.
         """
         if self.is_unique:
             return self
@@ -170,7 +170,7 @@ class RowSparseArray(NDArrayOperatorsMixin):
         )
 
     def dense_operand(self) -> Any:
-        """Return ``to_dense()`` as an array of the class that dense results have."""
+        """Return ``to_dense()`` in the class that dense results have."""
         return self.to_dense()
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
@@ -182,8 +182,8 @@ class RowSparseArray(NDArrayOperatorsMixin):
     def assign(self, indices: Array | Iterable[int], values: Array) -> None:
         """Replace all stored rows by these, cast to the array's dtype.
 
-        Both arguments are copied, into the memory of earlier ``values`` where it has room. Raises
-        what the constructor raises, and then changes nothing.
+        Both arguments are copied, into the memory of earlier ``values`` if it has room. Raises
+        the errors of the constructor, and then changes nothing.
         """
         ids, rows = self._checked(indices, adapter_for(values).to_host(values))
         with np.errstate(all="ignore"):
@@ -192,10 +192,8 @@ class RowSparseArray(NDArrayOperatorsMixin):
     def room_for(self, ids: Ids) -> np.ndarray[Any, Any]:
         """Copy these ids, and return memory that the caller fills with their rows.
 
-        The ids must be in range.
-
-        The memory is C-contiguous. Memory of present or earlier values is reused if it fits,
-        since fresh memory costs more time than writing the rows.
+        The ids must be in range. The memory is C-contiguous. Memory of current or earlier values
+        is reused if it fits, since fresh memory costs more time than writing the rows.
         """
         shape = (len(ids), *self._shape[1:])
         if self._values.shape != shape or not self._values.flags.carray:

@@ -1,7 +1,7 @@
 """Convert SciPy's sparse matrices and PyTorch's sparse tensors to row-sparse.
 
-They are recognised by their classes and read through their own methods, so neither library is
-imported here. Pure; any thread may call. Read next: ``sums.py``.
+This module recognises them by their classes and reads them through their own methods, so it imports
+neither library. Pure; any thread may call. Read next: ``sums.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.sparse.sums import sum_repeated
 _TORCH_LAYOUTS = ("torch.sparse_coo", "torch.sparse_csr")
 
 _libraries: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
-"""The library of each class seen so far, since every value of each call is looked up."""
+"""The library of each class seen so far; a cache, since each value of each call needs it."""
 
 
 def is_row_sparse(value: object) -> bool:
@@ -38,7 +38,7 @@ def row_sparse(value: Any) -> RowSparseArray:
     """Return a sparse value as a ``RowSparseArray``, without a copy if it is one.
 
     If ``value`` stores single elements (a SciPy matrix, or a tensor with several sparse
-    dimensions), each row that has any is taken whole. A tensor may be on a GPU, and may repeat
+    dimensions), the result has the whole row of each. A tensor may be on a GPU, and may repeat
     ids, as gradients of ``torch.nn.Embedding(sparse=True)`` do. The result may share memory with
     ``value``. Raises ``ArgumentTypeError`` for a SciPy array without two dimensions.
     """
@@ -49,7 +49,7 @@ def row_sparse(value: Any) -> RowSparseArray:
 
 
 def _library_of(kind: type) -> str | None:
-    """Return the library of a class whose values are or may be row-sparse, else None."""
+    """Return the library of a class if its values can be row-sparse, else None."""
     if kind not in _libraries:
         _libraries[kind] = _library_by_name(kind)
     return _libraries[kind]
@@ -97,8 +97,8 @@ def _from_torch(tensor: Any) -> RowSparseArray:
 def _summed(tensor: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Sum elements of equal indices; return sorted indices, in columns, and sums.
 
-    Elements of one index are added in their order, as rows of one id are. PyTorch's ``coalesce``
-    would add 16-bit floats in 16 bits.
+    Elements with the same index are added in their order, as rows with the same id are. PyTorch's
+    ``coalesce`` would add 16-bit floats in 16 bits.
     """
     places, values = tensor._indices(), tensor._values()
     indices = adapter_for(places).to_host(places)

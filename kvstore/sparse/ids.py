@@ -1,8 +1,8 @@
-"""Check the row ids that callers pass, as flat int64 in range.
+"""Check the row ids that callers pass, and convert them to flat int64.
 
 Ids are integers, and exact up to 2**63 - 1. Floats are accepted only if they are whole numbers that
 cannot have been rounded: below 2**24 for float32, 2**11 for float16 and 2**8 for bfloat16. The
-limit of float64 is 2**24 too, so that a script behaves alike with both. Pure; any thread may call.
+limit of float64 is 2**24 too, so that a script works the same with both. Pure; any thread may call.
 Read next: ``array.py``.
 """
 
@@ -32,8 +32,8 @@ _MOST_ROWS = 2**63
 def checked_ids(ids: object, num_rows: int, owner: str) -> Ids:
     """Return the ids as flat int64, in the caller's order, with repetitions.
 
-    ``ids`` is an array of any library and any shape, or an int, or a list of ints. ``owner`` has
-    ``num_rows`` rows and is named in errors. The result may share the memory of ``ids``; do not
+    ``ids`` is an array of any library and any shape, or an int, or a list of ints. ``owner`` names,
+    for errors, what has these ``num_rows`` rows. The result may share the memory of ``ids``; do not
     write to it. Raises ``ArgumentTypeError`` for ids that are not integers, ``ArgumentValueError``
     for ids out of range.
     """
@@ -71,14 +71,14 @@ def is_increasing(ids: Ids) -> bool:
 
 
 def unique_ids(ids: Ids) -> Ids:
-    """Return the distinct ids, sorted; ``ids`` itself if they are already."""
-    # numpy.unique of NumPy 2.3 and later hashes, which takes ten times as long.
+    """Return the distinct ids, sorted; ``ids`` itself if it is sorted and distinct."""
+    # numpy.unique of NumPy 2.3 and later uses a hash table, which takes ten times as long.
     return ids if is_increasing(ids) else _different(np.sort(ids))
 
 
 def union_of(several: Sequence[Ids]) -> Ids:
     """Return the distinct ids of several sorted arrays, sorted."""
-    # A stable sort merges sorted stretches that follow each other.
+    # A stable sort merges sorted stretches, which is fast.
     return _different(np.sort(np.concatenate(several), kind="stable"))
 
 
@@ -87,7 +87,7 @@ def _different(ordered: Ids) -> Ids:
 
 
 def sorted_with_places(ids: Ids) -> tuple[Ids, Ids]:
-    """Sort ids, stably; return them and their old positions.
+    """Sort ids with a stable sort; return them and their old positions.
 
     The ids must not be negative, and there must be at least one.
     """

@@ -1,8 +1,9 @@
 """Map the rows of a key to its parts.
 
-**Row-sparse keys**: rows are dealt out in turn. With n parts, row r is row r // n of part r % n.
-So all parts have the same number of rows, give or take one. This spreads the rows that are used
-often too, since their ids mostly follow each other (``docs/decisions/0020-rows-over-servers.md``).
+**Row-sparse keys**: the parts get rows in turn. With n parts, row r is row r // n of part r % n.
+So all parts have the same number of rows, give or take one. This also spreads the rows that are
+used often, since most of their ids are consecutive
+(``docs/decisions/0020-rows-over-servers.md``).
 
 **Dense keys** are cut into parts by bytes, whatever their rows (``kvstore/protocol/placement.py``).
 This module treats such a part as rows: at most one piece of a row at each end, and whole rows
@@ -30,7 +31,7 @@ class Share(NamedTuple):
     at: Any
     """The positions of these ids in the list: a slice, or an array."""
     ids: Ids
-    """The ids as the part numbers its rows; sorted if the list is."""
+    """The part's own numbers of these rows; sorted if the list is."""
     is_all: bool = False
     """Whether these are all rows of the part."""
 
@@ -65,7 +66,7 @@ class Stripes(NamedTuple):
 
 
 class RowSegment(NamedTuple):
-    """Rows [first, stop) of a part, all of one width, from element ``start`` on."""
+    """Rows [first, stop) of a part, all of one width, beginning at element ``start``."""
 
     first: int
     stop: int
@@ -73,13 +74,13 @@ class RowSegment(NamedTuple):
     width: int
 
     def of(self, array: Flat) -> RowValues:
-        """Return a view of these rows of an array with the part's elements."""
+        """Return a view of these rows in an array of the part's elements."""
         num_rows = self.stop - self.first
         return array[self.start : self.start + num_rows * self.width].reshape(num_rows, self.width)
 
 
 class PartRows(NamedTuple):
-    """The values of some rows of a part; of cut rows, only the numbers in the part."""
+    """The values of some rows of a part; cut rows have only the numbers in the part."""
 
     ids: Ids
     """Sorted and distinct; row 0 is the row in which the part begins."""
@@ -101,7 +102,7 @@ class Cut(NamedTuple):
         return -(-(self.skip + self.num_elements) // self.width)
 
     def trim(self, ids: Ids) -> tuple[int, int]:
-        """Return how many numbers of the first and last id's row are outside the part."""
+        """Return how many numbers of the first and of the last row are outside the part."""
         if not len(ids):
             return 0, 0
         behind = self.num_rows * self.width - self.skip - self.num_elements
@@ -112,7 +113,7 @@ class Cut(NamedTuple):
         return len(ids) * self.width - sum(self.trim(ids))
 
     def segments(self) -> Iterator[RowSegment]:
-        """Yield the part as tables of rows of one width each."""
+        """Yield the part as up to three segments; in each, rows have one width."""
         num_rows, width = self.num_rows, self.width
         is_cut = (num_rows * width - self.skip - self.num_elements) > 0
         if num_rows == 1:
@@ -130,7 +131,7 @@ class Cut(NamedTuple):
             yield RowSegment(stop, num_rows, start, self.num_elements - start)
 
     def within(self, rows: PartRows, segment: RowSegment) -> Contribution:
-        """Return those of the rows that are in a segment, numbered from its first row."""
+        """Return the rows that are in a segment, numbered from its first row."""
         low, high = map(int, np.searchsorted(rows.ids, (segment.first, segment.stop)))
         start = low * self.width - (self.trim(rows.ids)[0] if low else 0)
         values = rows.values[start : start + (high - low) * segment.width]
@@ -148,7 +149,7 @@ def update_part(
     count: int,
     workspace: Workspace,
 ) -> None:
-    """Update a part with the sum of contributions, each of some rows or all elements.
+    """Update a part with the sum of contributions; each has some rows or all elements.
 
     Without an optimizer the sum becomes the value, and rows that are not in it become zero.
     """

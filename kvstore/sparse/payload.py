@@ -2,7 +2,7 @@
 
 A payload is a header of 32 bytes, ids, and values (``docs/wire.md``, section 18). An id has 4
 bytes if all ids of the part fit, else 8. Parts of keys number their rows from 0; a share of a
-table has any 64-bit ids. ``read_payload`` checks all that can be checked without the part, and
+table may have any 64-bit ids. ``read_payload`` checks all that can be checked without the part, and
 raises ``ProtocolError``. Pure; values are not copied. Read next: ``partition.py``, which defines
 the rows of a part.
 """
@@ -21,7 +21,7 @@ from pslite.errors import unexpected
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 ROWS_FORM = 1
-"""The ``form`` of exchanges that carry these payloads."""
+"""The ``form`` of messages that carry these payloads."""
 
 HEADER_BYTES = 32
 _HEADER = struct.Struct("<BBHIQQQ")
@@ -39,11 +39,11 @@ class RowPayloadKind(enum.IntEnum):
     ALL = 2
     """All rows have these values; ids are not sent."""
     WANTED = 3
-    """Asks for the values of these rows, not their ids; a table creates missing rows."""
+    """Asks for the values of these rows, without ids; a table creates missing rows."""
     HELD = 4
-    """Asks for the stored rows among ``num_rows`` rows from ``offset`` on, with their ids."""
+    """Asks for the stored rows among the ``num_rows`` rows from ``offset``, with their ids."""
     LOOK = 5
-    """As ``WANTED``, but a table does not change."""
+    """Like ``WANTED``, but a table does not create missing rows."""
 
 
 _WITH_IDS = frozenset({RowPayloadKind.ROWS, RowPayloadKind.WANTED, RowPayloadKind.LOOK})
@@ -85,9 +85,7 @@ def write_payload(
 ) -> Bytes:
     """Write header and ids into ``memory``; return the place for the values.
 
-    The memory has ``payload_bytes`` bytes.
-
-    ``ids`` is empty for kinds without ids.
+    The memory has ``payload_bytes`` bytes. ``ids`` is empty for kinds without ids.
     """
     size = id_bytes if len(ids) else 0
     memory[:HEADER_BYTES] = np.frombuffer(

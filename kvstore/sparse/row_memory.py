@@ -1,10 +1,10 @@
-"""``RowMemory``: numbered places for rows, and the optimizer's states for them.
+"""``RowMemory``: numbered places for rows and for their optimizer states.
 
 Row-sparse keys (``table.py``) and shares of growing tables (``tables/shard.py``) both store their
 rows in it. They differ in how they find the place of an id, and in the value of a missing row.
-Values and states are 2-D arrays; a row has the same place in each. The system provides their memory
-when it is first touched. States are created at their first use. Pure; one thread at a time may
-use one. Read next: ``update.py``.
+Values and states are 2-D arrays; a row has the same place in each. The operating system allocates
+their memory when it is first touched. States are created at their first use. Pure; only one thread
+at a time may use a ``RowMemory``. Read next: ``update.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RowMemory:
 
     @property
     def states(self) -> tuple[RowValues, ...]:
-        """The optimizer's state arrays, each of the shape of ``values``."""
+        """The optimizer's state arrays, each with the shape of ``values``."""
         if self._states is None:
             if self.optimizer is None:
                 return ()
@@ -59,7 +59,7 @@ class RowMemory:
         self.values = grown(self.values, num_places)
         states = self._states or ()
         for at in range(len(states)):
-            # One at a time, so that the old memory of only one array is still in use.
+            # One at a time, so that only one array has its old and new memory at once.
             states = (*states[:at], grown(states[at], num_places), *states[at + 1 :])
             self._states = states
         self._begin_states(slice(before, None), is_zero=True)
@@ -70,7 +70,7 @@ class RowMemory:
         self._begin_states(places, is_zero=False)
 
     def _begin_states(self, places: Any, *, is_zero: bool) -> None:
-        """Set initial states; ``is_zero``: the states at these places are zero now."""
+        """Set initial states; ``is_zero`` says that these states are zero already."""
         if self.optimizer is None or not self._states:
             return
         if not _begins_at_zero(self.optimizer):
@@ -87,8 +87,8 @@ class RowMemory:
     def restore(self, places: Ids, values: RowValues | None, states: Sequence[RowValues]) -> None:
         """Set rows at distinct places from a file; without ``values`` they keep theirs.
 
-        ``states`` may be empty, or lack the master weights. Master weights are set to the values
-        wherever they do not round to them.
+        ``states`` may be empty, or lack the master weights. A master weight that does not round to
+        its value is set to the value.
         """
         if values is not None:
             self.values[places] = values
@@ -102,7 +102,7 @@ class RowMemory:
             master[places] = rows
 
     def read_places(self, places: Ids, out: RowValues) -> None:
-        """Copy rows to ``out``, which is C-contiguous and of the same dtype.
+        """Copy rows to ``out``, which is C-contiguous and has the same dtype.
 
         If there are many rows, all cores share the work.
         """
@@ -131,7 +131,7 @@ class RowMemory:
         self.count = count
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Use this optimizer from now on; if its class is the same, keep states and count."""
+        """Use this optimizer from now on; one of the same class keeps states and count."""
         previous = self.optimizer
         if optimizer is previous:
             return
@@ -155,7 +155,7 @@ class RowMemory:
         if not _begins_at_zero(optimizer):
             states = create_state(optimizer, self.values.reshape(-1))
             return tuple(state.reshape(shape) for state in states)
-        # The system provides memory of zeros when it is touched, unlike that of zeros_like.
+        # Unlike zeros_like, zeros does not touch the memory, so the system allocates it later.
         fresh = [np.zeros(shape, accumulation_dtype(dtype)) for _ in state_names(optimizer, dtype)]
         if has_master(dtype):
             held = self.held()

@@ -1,14 +1,14 @@
 """Sum row-sparse contributions in a fixed order: the arithmetic of every store.
 
 **Order.** Within a contribution, the rows of one id are added from left to right. Then the
-contributions are added from left to right. The result equals that of adding the dense arrays to
+contributions are added from left to right. The result equals the sum of the dense arrays to
 the last bit, including the signs of zeros. The order of the rows in memory and the size of blocks
 do not change a bit.
 
-**How.** The ids of each contribution are sorted and made unique once. For 50,000 ids of rows of 64
-floats, NumPy's ``add.reduceat`` takes five times as long as this module; it does not add in order,
-and its order depends on the width. ``add.at`` takes four times as long. No I/O, no threads. Read
-next: ``update.py``.
+**How.** The ids of each contribution are sorted and made unique once. For 50,000 ids with rows of
+64 floats, NumPy's ``add.reduceat`` takes five times as long as this module; it does not add in
+order, and its order depends on the width. ``add.at`` takes four times as long. No I/O, no threads.
+Read next: ``update.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RowValues = np.ndarray[Any, Any]
 _NO_IDS: Ids = np.empty(0, np.int64)
 
 _FEW = 32
-"""The first rows of each id, up to this many, are added for all ids at once; more, id by id."""
+"""Up to this many rows of each id are added for all ids at once; further rows id by id."""
 
 
 class Contribution(NamedTuple):
@@ -43,12 +43,12 @@ class Picked(NamedTuple):
     """A contribution that refers to rows in the caller's array."""
 
     ids: Ids
-    """Distinct; sorted for row-sparse keys."""
+    """The distinct ids; sorted for row-sparse keys."""
     values: RowValues
     at: Ids | None = None
-    """For each id the index of its row in ``values``; None if the rows are in this order."""
+    """For each id the index of its row in ``values``; None if the rows are in the order of ids."""
     repeated: Ids = _NO_IDS
-    """The sorted positions in ``ids`` of repeated ids; ``sums`` has their rows."""
+    """The sorted positions in ``ids`` of ids that were repeated; ``sums`` has their rows."""
     sums: RowValues = np.empty((0, 0))
 
     def take(self, share: Any, out: RowValues) -> None:
@@ -102,12 +102,12 @@ def pick(ids: Ids, values: RowValues) -> Picked:
 
 
 def sum_repeated(ids: Ids, values: RowValues) -> Contribution:
-    """Sum rows of equal ids; return the arrays themselves if none repeats."""
+    """Sum rows of equal ids; return the arrays themselves if no id is repeated."""
     return pick(ids, values).whole()
 
 
 def _sums(values: RowValues, order: Ids, starts: Ids, ends: Ids) -> RowValues:
-    """Return the sum of each stretch of at least two rows, added in their order."""
+    """Return the sum of each stretch of two or more rows, added in their order."""
     total: RowValues = values[order[starts]].astype(accumulation_dtype(values.dtype), copy=False)
     longer = np.arange(len(starts))
     for step in range(1, _FEW):
@@ -127,7 +127,7 @@ class Sum:
     """The sum of contributions of one dtype; rows are computed block by block."""
 
     def __init__(self, contributions: Sequence[Contribution]) -> None:
-        """Keep at least one contribution; they must not change until the last ``rows``."""
+        """Keep one or more contributions; they must not change until the last ``rows``."""
         self.values = [part.values for part in contributions]
         """The rows of each contribution."""
         self.dtype = accumulation_dtype(self.values[0].dtype)
@@ -150,9 +150,10 @@ class Sum:
         return len(self.ids)
 
     def rows(self, start: int, stop: int, out: RowValues) -> None:
-        """Set ``out``, C-contiguous of dtype ``dtype``, to rows [start, stop) of the sum.
+        """Set ``out`` to rows [start, stop) of the sum.
 
-        Call it within ``np.errstate(all="ignore")``. Several threads may call at the same time.
+        ``out`` is C-contiguous and has the dtype ``dtype``. Call this method within
+        ``np.errstate(all="ignore")``. Several threads may call it at the same time.
         """
         if self._is_same:
             add_up([values[start:stop] for values in self.values], out)
@@ -163,7 +164,7 @@ class Sum:
         if out.dtype.kind in "fc":
             # A contribution without the row adds 0.0 in its dense form, and -0.0 + 0.0 is 0.0.
             np.add(out, out.dtype.type(0), out=out)
-        if self._shared is None:  # if two threads both make it, either object will do
+        if self._shared is None:  # if two threads both create it, either object is fine
             self._shared = _Shared(self)
         self._shared.rows(start, stop, out)
 
@@ -190,7 +191,7 @@ class _Shared:
             (np.searchsorted(self._places, at[rows]), rows)
             for at, rows in zip(total.at, own, strict=True)
         ]
-        """For each contribution: indices in ``_places``, and the rows that belong there."""
+        """For each contribution: indices into ``_places``, and the rows that belong there."""
 
     def rows(self, start: int, stop: int, out: RowValues) -> None:
         """Set the shared rows in ``out``, which has rows [start, stop) of the sum."""

@@ -4,12 +4,12 @@ A missing row is zero. A store in one process holds a row-sparse key in a ``RowT
 hold its share of the rows the same way, under its own ids. Values and states are 2-D arrays, in
 which a row has the same place (``row_memory.py``). There are two ways to find the place:
 
-* direct: the place is the id. Used if all rows are about to come, or if all rows have at most
-  ``DIRECT_BYTES``; the system provides memory when a row is touched.
+* direct: the place is the id. Used if all rows will be added, or if all rows together have at most
+  ``DIRECT_BYTES``; the operating system allocates memory when a row is touched.
 * by index: each new row gets the next place, and a sorted index finds it. Missing rows take no
   memory.
 
-Results are the same for both. The table's owner lets one thread in at a time.
+Results are the same for both. Only one thread at a time may use a table.
 Read next: ``kvstore/stores/local/sparse.py``.
 """
 
@@ -36,10 +36,10 @@ DIRECT_BYTES = 1 << 30
 
 
 class RowTable(RowMemory):
-    """The rows of a key of this shape and dtype; at first there are none."""
+    """The rows of a key with this shape and dtype; a new table is empty."""
 
     def __init__(self, spec: KeySpec, *, is_whole: bool = False) -> None:
-        """Make an empty table. ``is_whole`` says that all rows will be added."""
+        """Create an empty table. ``is_whole`` says that all rows will be added."""
         self.num_rows = spec.shape[0]
         width = width_of(spec.shape)
         row_bytes = max(width * spec.dtype.itemsize, 1)
@@ -73,7 +73,7 @@ class RowTable(RowMemory):
     def read(self, ids: Ids, out: RowValues | None = None) -> RowValues:
         """Return copies of the rows ``ids``, in this order and with repetitions.
 
-        They are in ``out``, which is C-contiguous and of the table's dtype, or in new memory.
+        They are in ``out``, which is C-contiguous and has the table's dtype, or in new memory.
         """
         if out is None:
             out = np.empty((len(ids), self.width), self.values.dtype)
@@ -84,7 +84,7 @@ class RowTable(RowMemory):
         return out
 
     def read_states(self, ids: Ids) -> list[RowValues]:
-        """Return copies of the states of these rows, all of them present."""
+        """Return copies of the states of these rows, which must all be present."""
         places, _ = self._places.look_up(ids)
         return [state[places] for state in self.states]
 
@@ -159,7 +159,7 @@ class RowTable(RowMemory):
         return places
 
     def _check_wholeness(self, optimizer: Optimizer, count: int) -> None:
-        """Check that an update of all rows may leave out missing rows, or create them."""
+        """Check that an update of all rows can skip or create missing rows."""
         is_whole, dtype = len(self) == self.num_rows, self.values.dtype
         if optimizer.scope != "key" and (is_whole or keeps_zero(optimizer, dtype, count)):
             return
@@ -185,7 +185,7 @@ class _Direct:
         self.num_used = 0
 
     def look_up(self, ids: Ids) -> tuple[Ids, Mask | None]:
-        """Return the places of rows; missing rows have places too, with zeros."""
+        """Return the places of rows; missing rows have places too, which hold zeros."""
         return ids, None
 
     def used(self) -> Any:
@@ -240,7 +240,7 @@ class _Indexed:
     def _search(self, ids: Ids) -> Ids:
         if is_increasing(ids):
             return np.searchsorted(self._ids, ids)
-        # A search in sorted order goes through the index once; in another, it misses the cache.
+        # A search in sorted order goes through the index once; any other order misses the cache.
         order = np.argsort(ids)
         at = np.empty(len(ids), np.int64)
         at[order] = np.searchsorted(self._ids, ids[order])

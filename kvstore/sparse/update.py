@@ -1,13 +1,14 @@
 """Run optimizers on some rows of a table, on several cores.
 
 All optimizers work the same way: gather a block of rows of the weight and of each state, update it
-by the optimizer's own dense formula, and write it back. Blocks stay in the processor's cache; rows
-that follow each other are updated in place. Arrays are 2-D, (rows, numbers in a row), on the
-host, and the caller's. Other threads may work on other rows meanwhile, with another workspace.
-Access to scattered rows mostly waits for memory, so threads share the rows; no bit depends on it.
+by the optimizer's own dense formula, and write it back. Blocks stay in the processor's cache;
+consecutive rows are updated in place. Arrays are 2-D, (rows, numbers in a row), on the host, and
+belong to the caller. Other threads may work on other rows meanwhile, with another workspace.
+Access to scattered rows mostly waits for memory, so threads share the rows; this does not change a
+bit of the result.
 
 **Lazy** (``Optimizer.is_lazy``): rows without a gradient do not change: no decay, no momentum.
-**Not lazy**: they are updated with a gradient of zero, and the result is that of the dense
+**Not lazy**: they are updated with a gradient of zero, and the result equals that of the dense
 gradient to the last bit. Read next: ``table.py``.
 """
 
@@ -31,14 +32,14 @@ _LEAST_ELEMENTS = 1 << 18
 """Work on fewer numbers is not divided further among threads."""
 
 _EACH = 2
-"""Spans for each thread, so that other threads can take over work from a slow one."""
+"""How many spans each thread gets, so that others can take over work from a slow thread."""
 
 
 def over_cores(num_rows: int, width: int, work: Callable[[int, int, int], None]) -> None:
     """Call ``work(number, start, stop)`` in parallel for spans that cover all rows.
 
-    ``number`` counts the spans from 0. Returns when all calls have ended. If calls raise, it
-    raises the error of the first span among them.
+    ``number`` counts the spans from 0. Returns when all calls have ended. If calls raise errors,
+    it raises that of the first span.
     """
     cores = shared()
     step = max(-(-num_rows // (_EACH * cores.num_threads)), _LEAST_ELEMENTS // max(width, 1), 1)
@@ -70,7 +71,6 @@ def update_lazily(
     """Update only the rows ``places`` of ``weight`` and ``state`` with ``total``.
 
     ``places`` has a place for each row of ``total``; they are distinct, in any order. If there
-
     are many, all cores share the work.
     """
 
@@ -160,13 +160,13 @@ def _update_rows(
     count: int,
     workspace: Workspace,
 ) -> None:
-    """Update the rows ``at`` (at least one), in place or by way of copies."""
+    """Update the rows ``at`` (at least one), in place or through copies."""
     if _is_stretch(at):
         rows = slice(int(at[0]), int(at[0]) + len(at))
         mine = [array[rows] for array in state]
         _apply(weight[rows], gradient, mine, optimizer, count, workspace)
         return
-    if has_master(weight.dtype):  # the master determines the weight, so need not gather it
+    if has_master(weight.dtype):  # the master determines the weight, so do not gather it
         block = _block(workspace, _WEIGHT, weight.dtype, len(at), weight.shape[1])
     else:
         block = _gathered(weight, at, workspace, _WEIGHT)

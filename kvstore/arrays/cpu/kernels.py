@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 Row = Sequence[Array]
 
 INTERFACE = 5
-"""A module built from another version of the sources has another number, and is not used."""
+"""A module with another number was built from another version of the sources, and is not used."""
 
 # The numbers of native/kernels.h.
 _ASSIGN, SGD, MOMENTUM, ADAM, TORCH_MOMENTUM = range(5)
@@ -55,11 +55,11 @@ CODED = frozenset({1, 2, 5} if sys.byteorder == "little" else {1, 2})
 """The codes of 2bit, 1bit and int8 (``compression/header.py``), whose scales lie as in payloads."""
 
 _SHORT = 32768
-"""Elements of a sum from which on kernels are at least as quick as NumPy, which has less to
-check for a call and uses wider instructions (``benchmarks/kernels.py``)."""
+"""Shorter sums are left to NumPy, which is faster there: it checks less in each call and uses wider
+instructions (``benchmarks/kernels.py``)."""
 
 _LEAST_LIMIT = 1e-30
-"""A smaller limit for gradients may be 0 in float32, where NumPy's loops differ in the sign."""
+"""A smaller limit for gradients may become 0 in float32; NumPy's loops then differ in the sign."""
 
 
 class Formula(NamedTuple):
@@ -68,7 +68,7 @@ class Formula(NamedTuple):
     rule: int
     rescale: float = 1.0
     limit: float = 0.0
-    """Of the elements of a gradient; 0 for none."""
+    """The limit for the elements of a gradient; 0 means no limit."""
     decay: float = 0.0
     rate: float = 0.0
     momentum: float = 0.0
@@ -88,10 +88,8 @@ _formulas: dict[type, Callable[[Any, int], Formula | None]] = {}
 def formula_of(cls: type) -> Callable[[_Numbers], _Numbers]:
     """Decorate a function that returns an optimizer's numbers for the kernels.
 
-    It is used for optimizers of exactly this class.
-
-    It is called with the optimizer and the update's number; None leaves the update to NumPy.
-    Subclasses, which may do something else, are not meant.
+    The kernels call the function with an optimizer of exactly this class (a subclass may do
+    something else) and the number of the update. If it returns None, NumPy does the update.
     """
 
     def note(function: _Numbers) -> _Numbers:
@@ -103,9 +101,9 @@ def formula_of(cls: type) -> Callable[[_Numbers], _Numbers]:
 
 @cache
 def native() -> ModuleType | None:
-    """Return the compiled module; None if it is missing, outdated or unwanted.
+    """Return the compiled module; None if it is missing, outdated or turned off.
 
-    Looked for once, at the first use.
+    The module is looked up once, at the first use.
     """
     return None if why_missing() else importlib.import_module("kvstore.arrays.cpu._kernels")
 
@@ -139,12 +137,12 @@ def instructions() -> str:
 
 
 def add_up(contributions: Row, total: Array) -> bool:
-    """Set ``total`` to ((c0 + c1) + c2) + ..., rounded once; return if it was done.
+    """Set ``total`` to ((c0 + c1) + c2) + ..., rounded once; return whether it did.
 
-    All have one shape, with any number of dimensions, and are the caller's; contributions share
-    one dtype and are only read. Those of 16 bits are added in float32. ``total`` may be
-    ``contributions[0]`` itself and must not overlap any other. As ``aggregate.add_up``. Short sums
-    without rounding are not done, since NumPy is quicker with them.
+    All arrays are the caller's and have the same shape, with any number of dimensions.
+    Contributions share one dtype and are only read. Those of 16 bits are added in float32.
+    ``total`` may be ``contributions[0]`` itself and must not overlap any other. It works like
+    ``add_up`` of ``sums.py``. It refuses short sums without rounding, since NumPy is faster there.
     """
     if total.size < _SHORT and contributions[0].dtype == total.dtype in _WIDE:
         return False
@@ -159,16 +157,16 @@ def apply(
     count: int,
     outs: Sequence[Row] = (),
 ) -> bool:
-    """Apply a round to neighbouring keys; return whether that was done.
+    """Apply a round to neighbouring keys; return whether it did.
 
-    Each row has the contributions to one key. The keys' elements are those of ``weight``, one
-    after the other; ``state`` is as long, and for weights of 16 bits its last array is the master.
-    Where there are ``outs``, one row for each key, the new values are written there too. Raises
-    ``ValueError`` for lengths that do not fit.
+    Each row has the contributions to one key. ``weight`` holds the elements of all keys, one key
+    after the other. The arrays of ``state`` are as long, and for 16-bit weights the last one is the
+    master. If there are ``outs``, one row for each key, the new values are written there too.
+    Raises ``ValueError`` for lengths that do not fit.
 
-    ``weight``, ``state`` and ``outs`` are the caller's, are changed in place and must not overlap
-    each other, nor a contribution (one that is its key's out, from the first element to the last,
-    may). Contributions share one dtype and are only read, before the call returns.
+    ``weight``, ``state`` and ``outs`` are the caller's and are changed in place. They must not
+    overlap each other or a contribution; only a contribution that is exactly its key's out may.
+    Contributions share one dtype, and are only read, before the call returns.
     """
     module = native()
     if module is None:
@@ -188,7 +186,7 @@ def apply(
 def merge_ids(several: Sequence[Array]) -> tuple[Array, list[Array]] | None:
     """Return the sorted distinct ids of sorted arrays, and each array's indices there.
 
-    None if that was not done.
+    Returns None if the kernels cannot do it.
     """
     module = native()
     if module is None or not all(ids.flags.c_contiguous for ids in several):
@@ -199,7 +197,7 @@ def merge_ids(several: Sequence[Array]) -> tuple[Array, list[Array]] | None:
 
 
 def take_rows(table: Array, places: Array, out: Array) -> bool:
-    """Set ``out`` to the rows ``places`` (int64) of ``table``; return if done.
+    """Set ``out`` to the rows ``places`` (int64) of ``table``; return whether it did.
 
     Both have one dtype; ``out`` must not overlap the table. Raises ``ValueError`` for places
     outside the table.
@@ -221,13 +219,13 @@ def update_rows(
     count: int,
     span: tuple[int, int],
 ) -> bool:
-    """Add a sum of rows to a table by an update; return if it was done.
+    """Update rows of a table with a sum of rows; return whether it did.
 
-    ``weight`` and ``state`` are 2-D and as ``apply`` has them; ``places`` are the rows (different
-    ones, int64) to update, and each of ``values``, 2-D, has the rows ``at`` (sorted, int64) of the
-    sum, whose row i is for ``places[i]``. A row that not all have begins with 0.0, as the sum of
-    their dense forms does. Only the rows [start, stop) of the sum, ``span``, are updated. Raises
-    ``ValueError`` for what does not fit; then nothing was written.
+    ``weight`` and ``state`` are 2-D, else as in ``apply``. ``places`` are the distinct rows
+    (int64) to update; row i of the sum is for ``places[i]``. Each array of ``values`` is 2-D and
+    has the rows ``at`` (sorted, int64) of the sum. The sum of a row that some arrays lack begins
+    with 0.0, as in the sum of the dense arrays. Only the rows ``span``, [start, stop), of the sum
+    are used. Raises ``ValueError`` for arguments that do not fit; then nothing was written.
     """
     module, formula = native(), _formula(optimizer, count)
     if module is None or formula is None or not weight.shape[1]:
@@ -252,11 +250,12 @@ def encode(
     start: int,
     stop: int,
 ) -> bool:
-    """Encode elements [start, stop) of a ``ValueCodec``; return whether that was done.
+    """Encode elements [start, stop) with a codec; return whether it did.
 
     ``codec`` is a code of ``CODED``, ``number`` the one parameter that its rule depends on.
-    ``source`` has the key's dtype, ``residual`` that in which it is added. One of them may be None;
-    both are whole, and so is ``payload``. Raises ``ValueError`` for lengths that do not fit.
+    ``source`` has the key's dtype, ``residual`` its accumulation dtype. One of them may be None.
+    Both are whole arrays, and ``payload`` is whole too. Raises ``ValueError`` for lengths that do
+    not fit.
     """
     module = native()
     if module is None or codec not in CODED:
@@ -273,9 +272,10 @@ def encode(
 def decode(
     codec: int, number: float, payload: Array, out: Array, start: int, stop: int, *, add: bool
 ) -> bool:
-    """Decode elements [start, stop) of a ``ValueCodec``; return whether that was done.
+    """Decode elements [start, stop) with a codec; return whether it did.
 
-    ``out`` is float32 or float64, whole as is ``payload``, which was checked and is only read.
+    ``out`` is float32 or float64. ``out`` and ``payload`` are whole; ``payload`` was checked and is
+    only read.
     """
     module = native()
     if module is None or codec not in CODED:

@@ -1,8 +1,8 @@
 """Sum contributions and apply them: the arithmetic of every store, on flat arrays.
 
-No I/O, no threads, no clock. NumPy computes, or the compiled kernels of ``kernels.py`` do with the
-same bits, if they are built and cover the case. Local stores and servers of distributed stores use
-the same functions, so both give the same bits. A function may run on any thread as long as no
+No I/O, no threads, no clock. NumPy computes, or the compiled kernels of ``kernels.py`` if they are
+built and support the case; the bits are the same. Local stores and servers of distributed stores
+use the same functions, so both give the same bits. A function may run on any thread as long as no
 other thread uses the same arrays or the same :class:`Workspace`.
 Read next: ``optimizer/base.py``.
 
@@ -103,8 +103,8 @@ def sum_in_order(
 ) -> None:
     """Set ``out`` to ((c0 + c1) + c2) + ..., cast to ``out``'s dtype at the end.
 
-    All arrays are 1-D on the host, of one length; contributions share one dtype and are only
-    read, before the call returns. ``out`` is the caller's and may be ``contributions[0]``
+    All arrays are 1-D on the host and have the same length; contributions share one dtype and are
+    only read, before the call returns. ``out`` is the caller's and may be ``contributions[0]``
     itself; it must not overlap any other. ``workspace`` saves allocations if the dtypes need
     scratch space. Raises ``ValueMismatchError`` if there are no contributions, or if lengths or
     dtypes differ.
@@ -140,15 +140,15 @@ def apply_round(
 
     Without an optimizer ``weight`` is set to the sum; it never accumulates. With an optimizer, one
     pass calls ``optimizer.update`` with each block of the sum, and the same block of ``weight`` and
-    of each array of ``state``. For 16-bit weights it gets the master, the last array of ``state``,
-    and ``weight`` is rounded from it. ``count`` is the number of this update, from 1.
+    of each array of ``state``. For 16-bit weights it passes the master, the last array of
+    ``state``, and rounds ``weight`` from it. ``count`` is the number of this update, from 1.
 
-    ``weight``, ``contributions`` and the arrays of ``state`` are 1-D on the host and of one
+    ``weight``, ``contributions`` and the arrays of ``state`` are 1-D on the host and have the same
     length; ``weight`` and contributions share one dtype. ``weight`` and ``state`` are the
     caller's, are changed in place and must not overlap a contribution; contributions are only
     read, before the call returns. They must be as long as the optimizer's scope requires. The new
     values are also written to ``outs``, arrays like ``weight``, while they are in the cache. Raises
-    ``ValueMismatchError`` as ``sum_in_order`` does, and what the optimizer raises.
+    ``ValueMismatchError`` as ``sum_in_order`` does, and the optimizer's errors.
     """
     _check(contributions, weight)
     if optimizer is None and not outs:
@@ -176,7 +176,7 @@ def apply_round(
 def add_up(contributions: Sequence[np.ndarray[Any, Any]], total: np.ndarray[Any, Any]) -> None:
     """Set the block ``total`` to ((c0 + c1) + c2) + ..., in its own dtype.
 
-    All are NumPy arrays of one shape, any number of dimensions, and are the caller's; nothing
+    All are the caller's NumPy arrays with the same shape, of any number of dimensions; nothing
     is checked. ``total`` may be ``contributions[0]`` itself and must not overlap any other.
     Call it within ``np.errstate(all="ignore")``. With ``update_block`` it does the work of
     ``apply_round``, for callers that choose their own blocks.

@@ -1,12 +1,12 @@
 """Copy many keys from one GPU to arrays on any GPUs, for pulls.
 
-Reaches CuPy through ``cupy.py`` only, at the first call. Any thread may call, and several at
-once; order and waits are as in ``sums.py``. Read next: ``kernels.py``.
+This module uses CuPy only through ``cupy.py``, and loads it at the first call. Several threads may
+call at once; order and waits are as in ``sums.py``. Read next: ``kernels.py``.
 
 **NCCL** forwards values from GPU to GPU, so sending to seven receivers takes the sender no longer
-than sending to one. It is used only for copies: its sums add in another order than from left to
-right, so their bits differ. If a GPU waits in a call of another communicator at the same time, such
-as another library's, it can wait for ever (NCCL User Guide, "Using multiple NCCL communicators
+than sending to one. It is used only for copies: its sums do not add from left to right, so their
+bits differ. If a GPU is waiting in a call of another communicator at the same time, such as another
+library's, it can wait forever (NCCL User Guide, "Using multiple NCCL communicators
 concurrently").
 """
 
@@ -33,15 +33,16 @@ from kvstore.arrays.gpu.kernels import Kernel, KernelParameters
 from kvstore.arrays.gpu.sums import launch
 
 _broadcasting = threading.Lock()
-"""NCCL's communicators are for one thread at a time, and must meet on all GPUs in one order."""
+"""Guards NCCL's communicators: only one thread at a time may use them, and all GPUs must see their
+calls in the same order."""
 
 
 def copy_all(home: int, sources: Sequence[NativeArray], targets: Rows) -> None:
     """Copy each source, on GPU ``home``, to its targets, on any GPUs.
 
-    All are C-contiguous; targets have their source's dtype and do not overlap. On ``home`` one
-    launch serves many of them. To three GPUs and more NCCL passes the values on from one to the
-    next, where it is there and every key goes to all of them; else each gets a copy.
+    All are C-contiguous; targets have their source's dtype and do not overlap. Targets on ``home``
+    share launches. If every key goes to the same three or more GPUs and NCCL is installed, NCCL
+    forwards the values from one GPU to the next; otherwise each GPU gets its own copy.
     """
     pairs = [
         (source, target) for source, row in zip(sources, targets, strict=True) for target in row
@@ -115,7 +116,7 @@ def _broadcast(ring: dict[int, Any], home: int, sources: Sequence[NativeArray], 
         nccl.groupStart()
         try:
             for source, row in zip(sources, rows, strict=True):
-                # On the root the value is sent from where it lies, and stays there.
+                # The root sends the value from its own memory, where it stays.
                 targets = {home: source, **{target.data.device_id: target for target in row}}
                 for device, communicator in ring.items():
                     communicator.broadcast(

@@ -1,23 +1,22 @@
 """The project's one CUDA kernel: sum and update many keys in one launch.
 
-Text and numbers only: the kernel's source for a ``Kernel``, and the ``Table`` that a launch is
-given. Imports no CuPy and does nothing on a GPU; ``sums.py`` launches it. Any thread may call.
-Read next: ``sums.py``.
+This module only builds text and numbers: the source of a ``Kernel``, and the ``Table`` that each
+launch takes. It does not import CuPy or use a GPU; ``sums.py`` launches the kernel. Any thread may
+call. Read next: ``sums.py``.
 
-**The table.** A launch works on rows. A row is a key or a part of one: the addresses of its
-copies (one value for each device), of what it sets (the weight, or where the sum goes), of the
-velocity and of the float32 master if there are any, and its length. The table travels with the
-launch as an argument by value, so it is not memory of the GPU and need not outlive the call; an
-argument has at most 4 KiB (CUDA C++ Programming Guide, "Function Parameters"), which is what bounds
-the rows of a launch.
+**The table.** A launch works on rows. A row is a key or a part of one. It has the addresses of its
+copies (one value for each device), of what the kernel sets (the weight, or the place for the sum),
+of the velocity and the float32 master if there are any, and its length. A launch passes the table
+as an argument by value, so the table needs no memory on the GPU and need not outlive the call. An
+argument has at most 4 KiB (CUDA C++ Programming Guide, "Function Parameters"), which limits the
+rows of a launch.
 The grid has blocks of ``BLOCK_ELEMENTS`` elements; each finds its row by ``first_blocks``.
 
-**Bits.** Copies are added left to right, then come the operations of ``optimizer/sgd.py`` in
-their order, each rounded by itself: ``OPTIONS`` forbids the compiler to join a multiplication
-and an addition. float16 is added in float32 and rounded once; its master is updated, and the
-weight is what that rounds to. So the bits are those
-of ``kvstore/arrays/cpu/sums.py`` on the host, but for NaN: a GPU has one NaN, a processor keeps the
-sign and the payload of an operand's.
+**Bits.** The kernel adds copies left to right. Then it does the operations of ``optimizer/sgd.py``
+in their order and rounds each separately: ``OPTIONS`` forbids the compiler to fuse a multiplication
+and an addition. float16 is added in float32 and rounded once; the kernel updates its master and
+rounds the weight from it. So the bits are those of ``kvstore/arrays/cpu/sums.py`` on the host,
+except for NaN: a GPU has one NaN, while a processor keeps the sign and payload of an operand's NaN.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ OPTIONS = ("--fmad=false",)
 
 THREADS = 256
 BLOCK_ELEMENTS = 4096
-"""What one block of the grid works on."""
+"""How many elements one block of the grid processes."""
 
 MOST_COPIES = 64
-"""The kernel is written out for its number of copies, which has to end somewhere."""
+"""The most copies; the source has a line for each copy, so there must be a limit."""
 
 ARGUMENT_BYTES = 4096
 _NUMBERS_BYTES = 64
 """Room for the five numbers behind the table, the largest of which has 8 bytes, and alignment."""
 
 _UNROLLED = 4
-"""Elements that a thread has under way at a time: their loads are what hides the memory's delay."""
+"""How many elements a thread loads at a time; several loads in flight hide memory latency."""
 
 C_TYPES = {
     "float16": "unsigned short",
@@ -60,11 +59,11 @@ C_TYPES = {
     "uint32": "unsigned int",
     "uint64": "unsigned long long",
 }
-"""dtypes that can be fused, and how the kernel sees their elements. Signed integers are added as
-unsigned ones, which have the same bits and wrap."""
+"""The dtypes that the kernel supports, and their C types. Signed integers are added as unsigned
+ones, which have the same bits and wrap."""
 
 FORMULAS = ("sum", "sgd", "momentum")
-"""What happens with the sum: it is the result, or SGD without or with momentum takes it."""
+"""What the kernel does with the sum: return it, or use it in SGD without or with momentum."""
 
 Pointers = np.ndarray[Any, np.dtype[np.uint64]]
 """Addresses on a GPU: a row of ``Kernel.num_columns`` for each key or part of one."""
@@ -92,7 +91,7 @@ class Kernel(NamedTuple):
 
     @property
     def has_master(self) -> bool:
-        """Whether a float32 master is updated, which the weight is rounded from."""
+        """Whether the kernel updates a float32 master and rounds the weight from it."""
         return self.dtype == "float16" and self.formula != "sum"
 
     @property
@@ -120,7 +119,7 @@ class KernelParameters(NamedTuple):
 
     rescale: float = 1.0
     limit: float = np.inf
-    """The limit for clipping; infinite: no clipping."""
+    """The limit for clipping; infinity means no clipping."""
     decay: float = 0.0
     rate: float = 0.0
     momentum: float = 0.0
@@ -145,8 +144,8 @@ def tables(
 ) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
     """Yield the launches for these rows: (a table as an array, blocks of the grid).
 
-    ``pointers`` has the shape (rows, ``kernel.num_columns``), ``lengths`` (rows,). A launch
-    whose rows are all empty is left out.
+    ``pointers`` has the shape (rows, ``kernel.num_columns``), ``lengths`` (rows,). There is no
+    launch if all its rows are empty.
     """
     for start in range(0, len(lengths), kernel.num_rows):
         part = lengths[start : start + kernel.num_rows]
@@ -157,7 +156,7 @@ def tables(
         table = np.zeros((), table_dtype(kernel))
         table["pointers"][: len(part)] = pointers[start : start + len(part)]
         table["lengths"][: len(part)] = part
-        # Rows that are not used begin behind the last block, so no block finds them.
+        # Unused rows begin after the last block, so no block finds them.
         table["first_blocks"][:] = ends[-1]
         table["first_blocks"][: len(part)] = ends - num_blocks
         yield table, int(ends[-1])
@@ -168,7 +167,8 @@ def rows_of(
 ) -> tuple[Pointers, Lengths]:
     """Return the address of each span in every array of its key, and its length.
 
-    ``copies`` and ``own`` have a row for each key: where the arrays begin. The result is new.
+    ``copies`` and ``own`` have a row for each key with the addresses of its arrays. The result is
+    a new array.
     """
     table = np.array(spans, np.int64).reshape(-1, 3)
     keys, starts, lengths = table[:, 0], table[:, 1].astype(np.uint64), table[:, 2] - table[:, 1]

@@ -1,13 +1,13 @@
 """Run work in blocks through stages, so that copies overlap with sums.
 
-Numbers only: how keys are cut into blocks, where each lies when they are packed, and in which
-order the steps of all stages begin and for what they wait. Nothing here knows of GPUs, runs a
-step or waits; ``sums.py`` carries the steps out on streams. ``BufferPool`` keeps the
+This module only computes numbers: how to cut keys into blocks, where each block lies when packed,
+in which order the steps of all stages begin, and what each step waits for. It knows nothing of
+GPUs, runs no step and does not wait; ``sums.py`` runs the steps on streams. ``BufferPool`` keeps
 memory between calls. Any thread may call.
 
-A stage leaves each block in one of a few *slots*, where the next stage finds it: sums that are
-to be copied, copies that are to be sent. So a stage may run ahead of the next one by as many
-blocks as there are slots, and must not overwrite a slot before the next stage is done with it.
+A stage puts each block into one of a few *slots*, from which the next stage takes it: sums to be
+copied, copies to be sent. So a stage may run ahead of the next one by as many blocks as there are
+slots. It must not overwrite a slot before the next stage is done with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RowSpan(NamedTuple):
 def cut(lengths: Sequence[int], most_elements: int, most_spans: int) -> list[list[RowSpan]]:
     """Cut into blocks of at most this many elements and spans, in order.
 
-    ``lengths`` has the number of elements of each row; empty rows are left out. A row that does
+    ``lengths`` has the number of elements of each row; empty rows are skipped. A row that does
     not fit in the rest of a block is cut.
     """
     blocks: list[list[RowSpan]] = []
@@ -59,11 +59,11 @@ class Step(NamedTuple):
 def steps(num_blocks: int, slots: Sequence[int]) -> list[Step]:
     """Return all steps, in an order in which one thread may begin them.
 
-    There is one stage more than ``slots``; ``slots[i]`` is the number of slots between the
-    stages i and i + 1, at least 2, as with one they would only take turns. What a step comes after
-    stands before it in the list, and a step that blocks the thread (the last stage may be its own
-    work) leaves the earlier stages with something to do. Steps of one stage begin in the order of
-    the blocks and are taken to be carried out in it, as on a stream.
+    There is one more stage than ``slots``; ``slots[i]`` is the number of slots between stages i
+    and i + 1. It is at least 2: with one slot, the two stages would only take turns. Each step
+    stands in the list after the steps that it waits for. While a step blocks the thread (as the
+    last stage may do), the earlier stages still have work. The steps of a stage begin in the order
+    of the blocks, and must be executed in this order, as on a stream.
     """
     num_stages = len(slots) + 1
     result = []
@@ -84,8 +84,8 @@ def steps(num_blocks: int, slots: Sequence[int]) -> list[Step]:
 class BufferPool(Generic[T]):
     """A pool of buffers that are expensive to allocate, such as pinned memory.
 
-    ``allocate`` makes one. What ``take`` gives is the caller's until it goes back with ``give``;
-    at most ``most_kept`` are kept meanwhile. Any thread may call.
+    ``allocate`` creates a buffer. The caller owns what ``take`` returns until it calls ``give``.
+    The pool keeps at most ``most_kept`` free buffers. Any thread may call.
     """
 
     def __init__(self, allocate: Callable[[], T], most_kept: int) -> None:
@@ -96,7 +96,7 @@ class BufferPool(Generic[T]):
         self._free: list[T] = []
 
     def take(self) -> T:
-        """Return a buffer with any contents. Raises what ``allocate`` does."""
+        """Return a buffer with any contents. Raises the errors of ``allocate``."""
         with self._lock:
             if self._free:
                 return self._free.pop()

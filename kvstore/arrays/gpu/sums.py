@@ -1,15 +1,15 @@
 """Sum, update and copy many keys at a time on GPUs, and bring sums to the host.
 
-Reaches CuPy through ``cupy.py`` only, at the first call; ``stores/local/device.py`` and
-``pipeline.py`` say what is to be done, which is tested without a GPU; here it is queued. Any thread
-may call, and several at once. Read next: ``kernels.py`` for the kernel, ``pipeline.py`` for the
-stages.
+This module uses CuPy only through ``cupy.py``, and loads it at the first call.
+``stores/local/device.py`` and ``pipeline.py`` decide what to do, so that part is tested without a
+GPU; this module queues the work. Several threads may call at once. Read next: ``kernels.py`` for
+the kernel, ``pipeline.py`` for the stages.
 
-**Order.** Arithmetic is queued on the calling thread's current stream, after what the caller
-queued there. Copies that overlap it have streams of their own, one for each device and purpose,
-and wait by events. Every function waits, before it returns or raises, for all that it has
-queued: the caller's arrays are the caller's again, and scratch memory may go. Arrays that are
-written on another GPU are written after what the caller queued on its current stream there.
+**Order.** Arithmetic is queued on the calling thread's current stream, after the work that the
+caller queued there. Copies that overlap it have their own streams, one for each device and purpose,
+and wait for events. Before it returns or raises, every function waits for all the work that it has
+queued: then the caller may use its arrays again, and scratch memory may be freed. Arrays on another
+GPU are written after the work that the caller queued on its current stream there.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from kvstore.arrays.gpu.pipeline import BufferPool, cut, steps
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 BLOCK_BYTES = 8 << 20
-"""What passes through the stages at a time: large beside the microseconds that a step costs."""
+"""The size of a block: large compared with the microseconds that a step costs."""
 SLOTS = 3
-"""One block is worked on, one is being copied, and one is on its way in or out."""
+"""One slot each for the block that is computed, the one that is copied, and the one in transit."""
 
 
 def update(home: int, kernel: Kernel, numbers: KernelParameters, copies: Rows, own: Rows) -> None:
     """Add the copies of each key and set or update its weight, on GPU ``home``.
 
-    ``own`` has for each key the arrays that ``Kernel.num_columns`` speaks of after copies, on
-    ``home``; they are the store's. ``copies`` are only read and may be on any GPUs: what is on
-    another one passes through scratch memory of ``home``, while earlier blocks are added.
+    ``own`` has for each key the store's arrays on ``home``, in the order of
+    ``Kernel.num_columns`` after the copies. ``copies`` are only read and may be on any GPUs. Those
+    on another GPU pass through scratch memory of ``home`` while earlier blocks are added.
     """
     with on_device(home):
         adding = _Adding(home, kernel, numbers, copies, addresses_of(own))
@@ -79,10 +79,10 @@ def sum_to_host(
 ) -> None:
     """Add the copies of each key up on GPU ``home`` and bring the sums to ``out``.
 
-    ``kernel`` has the formula ``"sum"``. ``out`` is flat memory of the host, the caller's, as
-    long as all sums, which lie there one after the other. Sums leave the GPU while later ones
-    are added: right to ``out`` if that is page-locked, as ``is_pinned`` says (or sees to, on this
-    GPU), else by way of page-locked blocks, from which all cores copy.
+    ``kernel`` has the formula ``"sum"``. ``out`` is the caller's flat host memory, as long as all
+    sums, which it receives one after the other. Sums leave the GPU while later ones are added:
+    directly to ``out`` if ``is_pinned`` says that it is page-locked (``is_pinned`` may lock it,
+    for this GPU), else through page-locked blocks, from which all cores copy.
     """
     pinned: list[Bytes] = []
     with on_device(home):
@@ -105,8 +105,8 @@ def sum_to_host(
 def lock_pages(address: int, nbytes: int, owner: object) -> bool:
     """Make memory of this process page-locked, so that GPUs copy to it at full speed.
 
-    The lock ends with ``owner``, which keeps the memory mapped. False if the system does not
-    allow it, or if somebody else has locked it.
+    The lock ends with ``owner``, which keeps the memory mapped. Returns False if the system does
+    not allow it, or if other code has locked the memory.
     """
     cuda = load().cuda
     try:
@@ -114,7 +114,7 @@ def lock_pages(address: int, nbytes: int, owner: object) -> bool:
     except cuda.runtime.CUDARuntimeError:
         return False
     ending = weakref.finalize(owner, cuda.runtime.hostUnregister, address)
-    ending.atexit = False  # the driver, which may have gone by then, ends it with the process
+    ending.atexit = False  # the driver unlocks it at exit, and may be unloaded before this runs
     return True
 
 
@@ -122,7 +122,7 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for all GPUs."""
 
 _LEAST_SHARED_BYTES = 1 << 20
-"""Less is copied by one thread before another would be awake."""
+"""One thread copies fewer bytes than this before another thread would wake up."""
 
 
 def _new_pinned_block() -> Bytes:
@@ -150,7 +150,7 @@ def _run(num_blocks: int, stages: Sequence[Stage]) -> None:
     try:
         for number, block, after in steps(num_blocks, [SLOTS] * (len(stages) - 1)):
             stream = streams[number]
-            # There is no event of what this thread has done itself.
+            # Work of this thread itself has no event.
             for event in [events[step] for step in after if step in events]:
                 if stream is None:
                     event.synchronize()
@@ -160,8 +160,8 @@ def _run(num_blocks: int, stages: Sequence[Stage]) -> None:
             if stream is not None and len(stages) > 1:
                 events[number, block] = stream.record(_new_event())
     finally:
-        # All of them, also when an interrupt ends one of these waits: the memory that they
-        # write may belong to somebody else afterwards.
+        # Wait for all of them, even if an interrupt ends one of these waits: the memory that
+        # they write may have another owner afterwards.
         with contextlib.ExitStack() as waits:
             for stream in streams:
                 if stream is not None:
@@ -175,8 +175,8 @@ def _new_event() -> Any:
 class _Adding:
     """The sums and updates of some keys on one GPU, block by block.
 
-    ``own`` has the addresses of what is set, one row for each key; with None it is a slot of
-    scratch memory, where the sums of a block lie one after the other.
+    ``own`` has the addresses of the arrays to set, one row for each key. If it is None, the sums of
+    a block go to a slot of scratch memory, one after the other.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class _Adding:
         return stream
 
     def fetch(self, block: int) -> None:
-        """Bring the values of this block that are on other GPUs to their slots."""
+        """Copy the values of this block that are on other GPUs to their slots."""
         spans, stream = self.blocks[block], own_stream(self.home, "in").ptr
         copy = load().cuda.runtime.memcpyPeerAsync
         sources, _ = rows_of(self._kernel, spans, self._copies, self._own)
@@ -261,7 +261,7 @@ def _are_elsewhere(devices: np.ndarray[Any, Any], home: int) -> np.ndarray[Any, 
 
 
 class _Leaving:
-    """A copy of packed sums from a GPU to ``out``, direct or by ``pinned``."""
+    """A copy of packed sums from a GPU to ``out``, directly or through ``pinned``."""
 
     def __init__(self, adding: _Adding, out: Bytes, pinned: Sequence[Bytes]) -> None:
         self._adding, self._out, self._pinned = adding, out, pinned
@@ -269,7 +269,7 @@ class _Leaving:
         self._starts = np.cumsum([0, *lengths]) * adding.itemsize
 
     def go(self, block: int) -> None:
-        """Copy a block from its slot on the GPU, on the stream for that."""
+        """Copy a block from its slot on the GPU, on the stream for such copies."""
         out = self._part(block)
         target = self._pinned[block % SLOTS] if self._pinned else out
         runtime, stream = load().cuda.runtime, own_stream(self._adding.home, "out")
@@ -277,7 +277,7 @@ class _Leaving:
         runtime.memcpyAsync(target.ctypes.data, source, len(out), kind, stream.ptr)
 
     def arrive(self, block: int) -> None:
-        """Copy a block on from its page-locked slot: now, on all cores."""
+        """Copy a block from its page-locked slot to ``out`` at once, on all cores."""
         out = self._part(block)
         source, cores = self._pinned[block % SLOTS], shared()
         step = max(-(-len(out) // cores.num_threads), _LEAST_SHARED_BYTES)
@@ -291,7 +291,7 @@ class _Leaving:
 def launch(kernel: Kernel, pointers: Pointers, lengths: Lengths, numbers: KernelParameters) -> None:
     """Queue the kernel for these rows on the current device and stream.
 
-    ``pointers`` and ``lengths`` as in ``cuda_kernels.tables``, which checks nothing.
+    ``pointers`` and ``lengths`` are as in ``tables`` (``kernels.py``), which checks nothing.
     """
     compiled, arguments = _compiled(kernel), _arguments(kernel, numbers)
     for table, num_blocks in tables(kernel, pointers, lengths):
@@ -300,7 +300,7 @@ def launch(kernel: Kernel, pointers: Pointers, lengths: Lengths, numbers: Kernel
 
 @functools.lru_cache(maxsize=256)
 def _arguments(kernel: Kernel, numbers: KernelParameters) -> tuple[Any, ...]:
-    if kernel.formula == "sum":  # they are not looked at, and integers cannot hold them all
+    if kernel.formula == "sum":  # it does not use the numbers, and integers cannot hold them all
         return tuple(kernel.working.type(0) for _ in numbers)
     with np.errstate(all="ignore"):
         return tuple(kernel.working.type(number) for number in numbers)
