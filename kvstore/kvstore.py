@@ -1,8 +1,9 @@
 """``create``: make a store by the name of its type.
 
-The lower-cased name must be in one table. MXNet only searches the name for parts of words, so a
-typo there gives a ``local`` store. The code of distributed stores is imported when one is created.
-Importing this module has no side effects. Read next: ``stores/base.py``.
+The lower-cased name must be one of ``STORE_TYPES``, or a store's that registered itself. MXNet
+only searches the name for parts of words, so a typo there gives a ``local`` store. The code of
+distributed stores is imported when one is created. Importing this module has no side effects. Read
+next: ``stores/base.py``.
 """
 
 from __future__ import annotations

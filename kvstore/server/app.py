@@ -52,8 +52,8 @@ _LOOK_EVERY_S = 0.25
 class OneForAll:
     """A filter that accepts ``ONCE_FOR_ALL`` requests from the lowest rank only.
 
-    No other rank needs to send them, so a mistaken or malicious request does no harm. ``handle``
-    passes accepted requests to the app. Runs on the I/O thread.
+    One worker sends them for all, so one that another sends is a mistake or malicious; it is not
+    accepted. ``handle`` passes accepted requests to the app. Runs on the I/O thread.
     """
 
     def __init__(self, node: Postoffice, handle: Callable[[Incoming], None]) -> None:
