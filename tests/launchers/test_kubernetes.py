@@ -249,7 +249,7 @@ def test_without_apply_the_output_is_what_kubectl_takes_and_nothing_is_called(
 ) -> None:
     done = cluster.run("-n", "1", "--image", "lab/train:1", "true")
     assert done.stdout.startswith("---\n")
-    assert "the output holds the job's key in a Secret" in done.stderr
+    assert "the output contains the job's key in a Secret" in done.stderr
     assert "kubectl delete jobs,pods,services,secrets -l kvstore-job=" in done.stderr
     assert cluster.calls() == []
 
