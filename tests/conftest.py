@@ -23,8 +23,9 @@ import zmq
 import zmq.utils.garbage
 
 # NumPy's BLAS reads this when it is loaded, here and in the processes that tests start: the other
-# processors run other tests.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# processors run other tests. Tests of launchers run alone, and see what launchers set.
+if "KVSTORE_LAUNCHER_TESTS" not in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:

@@ -290,7 +290,7 @@ def test_the_last_line_that_tells_something_is_quoted() -> None:
         "rsync error: error in file IO (code 11) at receiver.c(657) [receiver=3.5.0]",
         "",
     ]
-    assert "No space left on device (28); see" in sync_refusal(Host("a"), "/x", lines, 11)
+    assert "No space left on device (28); check" in sync_refusal(Host("a"), "/x", lines, 11)
     assert "code 11" in sync_refusal(Host("a"), "/x", lines[1:], 11)
     assert "ended with exit code -9 and printed nothing" in sync_refusal(Host("a"), "/x", [], -9)
 
