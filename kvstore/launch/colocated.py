@@ -17,6 +17,7 @@ Standard library only: the child must set its environment before it imports NumP
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import json
 import os
@@ -27,10 +28,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.launch.environment import checkout_root
 from kvstore.launch.plan import THREAD_COUNT_NAMES
+
+if TYPE_CHECKING:
+    from pslite import Config, Postoffice
 
 GRACE_S = 3.0
 """How many seconds a child continues after its worker is lost."""
@@ -44,25 +48,33 @@ _MAIN = (
 
 
 class ColocatedServices:
-    """The scheduler, servers, or both, that run as children of this process.
+    """The scheduler, servers, or both, that run as children or on threads of this process.
 
     A separate thread starts them and waits for them: Linux ends the children together with the
     thread that started them, and the caller's thread may end before the process does.
     """
 
     def __init__(
-        self, settings: Sequence[Mapping[str, Any]], key: str, inherited_fds: Sequence[int] = ()
+        self,
+        settings: Sequence[Mapping[str, Any]],
+        key: str,
+        inherited_fds: Sequence[int] = (),
+        inside: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Start one child for each of ``settings``, the fields of a ``Config``.
 
-        Children whose settings contain ``listen_fd`` inherit ``inherited_fds``. Raises ``OSError``.
+        Children whose settings contain ``listen_fd`` inherit ``inherited_fds``. Servers with the
+        settings ``inside`` run on threads of this process. Raises ``OSError``, and the errors of
+        ``pslite.start`` for these servers.
         """
         self._processes: list[subprocess.Popen[bytes]] = []
+        #: The nodes of the servers on threads, in the order of ``inside``.
+        self.nodes: list[Postoffice] = []
         self._errors: list[BaseException] = []
         started = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
-            args=([*settings], key, tuple(inherited_fds), started),
+            args=([*settings], key, tuple(inherited_fds), [*inside], started),
             name="kvstore-colocated",
             daemon=True,
         )
@@ -83,23 +95,30 @@ class ColocatedServices:
         settings: Sequence[Mapping[str, Any]],
         key: str,
         fds: tuple[int, ...],
+        inside: Sequence[Mapping[str, Any]],
         started: threading.Event,
     ) -> None:
         try:
             for each in settings:
                 self._processes.append(_start(each, key, fds))
+            for each in inside:
+                self.nodes.append(_start_inside(each, key))
         except BaseException as error:
             self._errors.append(error)
         finally:
             started.set()
+        for node in self.nodes:
+            _end_with_its_job(node)
         for process in self._processes:
             process.wait()
 
     def kill(self) -> None:
-        """Kill all children at once, because their cluster never became complete."""
+        """End all of them at once, because their cluster never became complete."""
         self.abandon()
         for process in self._processes:
             process.kill()
+        for node in self.nodes:
+            node.close(goodbye=False)
         self._thread.join()
 
     def abandon(self) -> None:
@@ -140,6 +159,36 @@ def _start(settings: Mapping[str, Any], key: str, fds: tuple[int, ...]) -> subpr
     return process
 
 
+def _start_inside(settings: Mapping[str, Any], key: str) -> Postoffice:
+    from kvstore.server import install
+    from kvstore.server.malloc import keep_freed_memory
+    from pslite import start
+
+    keep_freed_memory(one_arena=False)
+    return start(_config(settings, key), prepare=install, wait=False)
+
+
+def _end_with_its_job(node: Postoffice) -> None:
+    """Wait until the workers need a server no more, and end it. An error was told to them."""
+    from pslite.errors import PSError
+
+    with contextlib.suppress(PSError):
+        node.finished.result()
+    with contextlib.suppress(PSError):
+        node.close()
+
+
+def _config(settings: Mapping[str, Any], key: str) -> Config:
+    from pslite import Config
+
+    key_fd = None
+    if key:
+        key_fd, written = os.pipe()
+        os.write(written, key.encode())
+        os.close(written)
+    return Config(**{**settings, "job_key_fd": key_fd})
+
+
 # -- in the child -------------------------------------------------------------------------
 
 
@@ -159,14 +208,8 @@ def main() -> int:
     _be_told_of_the_end_of(told["parent"])
     os.environ.update(dict.fromkeys(THREAD_COUNT_NAMES, "1"))  # the pool's threads do the work
     from kvstore.server import serve
-    from pslite import Config
 
-    key_fd = None
-    if told["key"]:
-        key_fd, written = os.pipe()
-        os.write(written, told["key"].encode())
-        os.close(written)
-    return serve(Config(**{**told["settings"], "job_key_fd": key_fd}))
+    return serve(_config(told["settings"], told["key"]))
 
 
 def _be_told_of_the_end_of(parent: int) -> None:

@@ -47,12 +47,18 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 class Asker:
-    """The sender of an app's requests on one node."""
+    """The sender of an app's requests on one node.
 
-    def __init__(self, node: Postoffice, app: int, customer: int = 0) -> None:
+    ``ordered`` says whether a request must arrive after earlier messages of other apps.
+    """
+
+    def __init__(
+        self, node: Postoffice, app: int, customer: int = 0, *, ordered: bool = True
+    ) -> None:
         self.node = node
         self.app = as_int64(app, "the app's number")
         self.customer = as_int64(customer, "the customer's number")
+        self._ordered = ordered
         self._lock = threading.Lock()
         """Guards the heap, which callers fill and the I/O thread empties."""
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
@@ -113,7 +119,10 @@ class Asker:
         self, node: int, head: int, body: bytes, frames: Sequence[Any]
     ) -> Future[dict[int, Reply]]:
         """Ask one node, now."""
-        return self.node.request([node], self.app, head, body, {node: frames}, self.customer)
+        payload = {node: frames}
+        return self.node.request(
+            [node], self.app, head, body, payload, self.customer, ordered=self._ordered
+        )
 
     def wait(self, future: Future[T], timeout_s: float | None = None) -> T:
         """Wait for the future's value and return it.

@@ -21,7 +21,7 @@ class CollectiveAsker(Asker):
     """
 
     def __init__(self, node: Postoffice, *, meets: bool) -> None:
-        super().__init__(node, COLLECTIVE_APP)
+        super().__init__(node, COLLECTIVE_APP, ordered=False)
         self.meets = meets
 
     def server_of(self, key: CallKey, chunk: int, step: LeadersStep | None = None) -> int:

@@ -12,9 +12,12 @@ from pslite.apps.asking import new_array
 from pslite.node.postoffice import Postoffice
 
 
-def kept(node: Postoffice, frames: Sequence[Any]) -> list[Any]:
-    """Return the frames; those in their sender's memory are copied to this node's."""
-    return [_copy(node, frame) if _is_mapped(frame) else frame for frame in frames]
+def kept(node: Postoffice, frames: Sequence[Any], *, is_lent: bool = False) -> list[Any]:
+    """Return the frames; those in their sender's memory are copied to this node's.
+
+    ``is_lent`` says that all of them are.
+    """
+    return [_copy(node, frame) if is_lent or _is_mapped(frame) else frame for frame in frames]
 
 
 def _is_mapped(frame: Any) -> bool:

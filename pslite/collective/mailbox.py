@@ -62,7 +62,7 @@ class Mail:
         self._node = node
         self._group = group
         self._step = letter_bytes
-        self._asker = Asker(node, MAILBOX_APP)
+        self._asker = Asker(node, MAILBOX_APP, ordered=False)
         # Guards the rest; reentrant, because an answer may arrive while a letter is handed over.
         self._lock = threading.RLock()
         #: (Receiver, tag) -> the number of messages sent; tag -> the number requested.

@@ -32,6 +32,7 @@ class _Mail:
         self.incoming = incoming
         self.head = head
         self.frames = incoming.frames
+        self.is_lent = incoming.is_lent
 
 
 class MailboxServer:
@@ -63,8 +64,9 @@ class MailboxServer:
     def _carry_out(self, effects: Iterable[MailEffect[_Mail, Incoming]]) -> None:
         for effect in list(effects):
             if isinstance(effect, Keep):
-                effect.letter.frames = kept(self._node, effect.letter.frames)
-                effect.letter.incoming.respond()
+                letter = effect.letter
+                letter.frames, letter.is_lent = self._kept(letter), False
+                letter.incoming.respond()
             elif isinstance(effect, Deliver):
                 self._deliver(effect)
             else:
@@ -74,5 +76,8 @@ class MailboxServer:
     def _deliver(self, effect: Deliver[_Mail, Incoming]) -> None:
         mail = effect.letter
         body = pack_letter(mail.head, self._node.config.num_workers)
-        effect.request.respond(body, kept(self._node, mail.frames))
+        effect.request.respond(body, self._kept(mail))
         mail.incoming.respond()  # unless that was done when it was kept
+
+    def _kept(self, mail: _Mail) -> list[Any]:
+        return kept(self._node, mail.frames, is_lent=mail.is_lent)

@@ -40,9 +40,8 @@ _lock = threading.Lock()
 def as_frame(node: Postoffice, piece: Bytes, server: int) -> memoryview:
     """Return a frame to send; put a large one for a server here in shared memory."""
     frame = piece.data
-    peer = node.membership.uids.get(server)
-    is_far = peer is None or not node.sharing.may_reach(peer)
-    if len(piece) < _STAGED_BYTES or is_far or node.sharing.place_of(frame) is not None:
+    may_map = server not in node.beside and node.nearby.may_share_with(server)
+    if len(piece) < _STAGED_BYTES or not may_map or node.sharing.place_of(frame) is not None:
         return frame
     copy = node.buffer(len(piece))
     copy[:] = piece

@@ -174,24 +174,31 @@ class CollectiveServer:
         return [[self._reduced(round_, frames, rank)] for rank in range(len(frames))]
 
     def _broadcast(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
-        sent = kept(self._node, frames[round_.call.root])
+        sent = self._kept(round_, round_.call.root, frames)
         return [[] if rank == round_.call.root else sent for rank in range(len(frames))]
 
     def _barrier(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
         return [[]] * len(frames)
 
     def _all_gather(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
-        return [[frame for each in frames for frame in kept(self._node, each)]] * len(frames)
+        size = len(frames)
+        found = [frame for rank in range(size) for frame in self._kept(round_, rank, frames)]
+        return [found] * size
 
     def _gather(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
         return _for_root(round_.call, self._all_gather(round_, frames)[0], len(frames))
 
     def _scatter(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
-        return [[frame] for frame in kept(self._node, frames[round_.call.root])]
+        return [[frame] for frame in self._kept(round_, round_.call.root, frames)]
 
     def _all_to_all(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
-        sent = [kept(self._node, each) for each in frames]
+        sent = [self._kept(round_, rank, frames) for rank in range(len(frames))]
         return [[each[rank] for each in sent] for rank in range(len(frames))]
+
+    def _kept(self, round_: _Round, rank: int, frames: Sequence[Frames]) -> Frames:
+        """Return one rank's arrays in memory that lasts after the answer."""
+        is_lent = round_.messages[rank].incoming.is_lent
+        return kept(self._node, frames[rank], is_lent=is_lent)
 
     def _reduced(self, round_: _Round, frames: Sequence[Frames], index: int) -> memoryview:
         """Return the ``index``-th arrays of all ranks combined, where peers can read them."""

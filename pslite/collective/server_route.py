@@ -53,6 +53,8 @@ Progress = Callable[[int], None]
 """A function that is told how many bytes, from the beginning, are ready."""
 COLLECTIVE_CHUNKS = 4
 """A message has at most this many times PS_CHUNK_BYTES of an array."""
+_LEAST_SHARED = 1 << 18
+"""Smaller arrays go to one server: a second message takes longer than half of the bytes."""
 _LEAST_STEP = 1024
 """If the sizes of arrays may differ, a message has at least this many bytes of them."""
 
@@ -139,7 +141,7 @@ class ServerRoute:
         lengths = [math.prod(shape) * DTYPES[call.dtype].itemsize for shape in call.shapes]
         index = rank if len(lengths) > 1 else 0
         requests: list[tuple[int, ChunkRequest]] = []
-        for chunk in chunks(sum(lengths), self.chunk_bytes(call.dtype)):
+        for chunk in chunks(sum(lengths), self._equal_chunk(call.dtype, sum(lengths))):
             parts = spans(lengths, chunk)
             pieces = [array[part] for array, part in zip(sent, parts, strict=False)]
             places = [array[parts[index]] for array in filled]
@@ -229,6 +231,15 @@ class ServerRoute:
         config, itemsize = self._asker.node.config, DTYPES[dtype].itemsize if dtype else 1
         most = min(COLLECTIVE_CHUNKS * config.chunk_bytes, config.max_message_bytes // 2)
         return max(most // itemsize, 1) * itemsize
+
+    def _equal_chunk(self, dtype: str, nbytes: int) -> int:
+        """Return the bytes of a chunk, so that all servers get equal parts of a large array."""
+        most, servers = self.chunk_bytes(dtype), self._asker.node.config.num_servers
+        if nbytes < _LEAST_SHARED:
+            return most
+        itemsize = DTYPES[dtype].itemsize
+        count = servers * -(-nbytes // (servers * most))
+        return -(-nbytes // (count * itemsize)) * itemsize
 
     def _under_way(
         self,

@@ -112,6 +112,8 @@ class Incoming:
     #: the answer, which removes them.
     frames: Sequence[Any]
     _respond: Callable[[Incoming, Response, Sequence[Any]], None]
+    is_lent: bool = False
+    """Whether the frames are the asker's own, in this process."""
     _answered: bool = False
 
     @property
@@ -151,8 +153,14 @@ Handler = Callable[[Incoming], None]
 class Customers:
     """The apps of one node and their open requests."""
 
-    def __init__(self, send: SendTo, on_io_thread: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        send: SendTo,
+        on_io_thread: Callable[[Callable[[], None]], None],
+        hand_over: SendTo | None = None,
+    ) -> None:
         self._send = send
+        self._hand_over = hand_over or send
         self._on_io_thread = on_io_thread
         self._handlers: dict[int, Handler] = {}
         self._early: list[tuple[float, Incoming]] = []
@@ -210,21 +218,30 @@ class Customers:
         body: bytes,
         frames: dict[int, Sequence[Any]],
         future: Future[dict[int, Reply]],
+        *,
+        ordered: bool = True,
     ) -> int:
         """Send a request to each of ``nodes`` with its own frames; return its id."""
+        send = self._send if ordered else self._hand_over
         request_id = self.pending.open(nodes, future)
         message = Request(app, customer, request_id, head, body)
         try:
             for node in nodes:
-                self._send(node, message, frames.get(node, ()))
+                send(node, message, frames.get(node, ()))
         except Exception as error:
             self.pending.cancel(request_id, error)
         return request_id
 
     def request_arrived(
-        self, sender: int, message: Request, frames: Sequence[Any], now: float
+        self,
+        sender: int,
+        message: Request,
+        frames: Sequence[Any],
+        now: float,
+        *,
+        is_lent: bool = False,
     ) -> None:
-        incoming = Incoming(sender, message, frames, self._responded)
+        incoming = Incoming(sender, message, frames, self._responded, is_lent)
         self._open[message.app] += 1
         if self._error is not None:
             incoming.fail(self._error)
@@ -273,8 +290,9 @@ class Customers:
             if not self._open[response.app]:
                 # Peers may ask for any app number, so do not keep an entry for each.
                 del self._open[response.app]
+            send = self._hand_over if incoming.is_lent else self._send
             try:
-                self._send(incoming.sender, response, frames)
+                send(incoming.sender, response, frames)
             except Exception as error:
                 kind, text, role, rank = told(error)
                 refusal = replace(response, kind=kind, error=text, role=role, rank=rank, body=b"")

@@ -49,6 +49,8 @@ class Delivery(NamedTuple):
     epoch: int
     message: Message
     frames: Sequence[Any]
+    is_lent: bool = False
+    """Whether the frames are the sender's own, in this process."""
 
 
 @dataclass(slots=True)

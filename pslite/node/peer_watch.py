@@ -215,11 +215,18 @@ class PeerWatch:
             self._judge(now)
 
     def _has_ended(self, peer: str) -> bool:
-        """Return whether a peer's process was on this machine and has ended."""
+        """Return whether a peer's process has ended, as far as this node can tell.
+
+        For a process on another machine, that is so if its worker's server does not listen any
+        more: no other process there may be left to say so.
+        """
         node = self._nodes.get(peer)
-        if node is None or node.machine != machine_id() or node.pid == os.getpid():
+        if node is None or node.pid == os.getpid():
             return False
-        return not process_alive(node.pid)
+        if node.machine == machine_id():
+            return not process_alive(node.pid)
+        office = self._office
+        return bool(office.membership.worker_of(node)) and office.van.is_refused(peer)
 
     def _judge(self, now: float) -> None:
         for verdict in self._liveness.tick(now):

@@ -92,7 +92,7 @@ class Postoffice:
             objection=self.admission.objection,
         )
         self.membership = Membership(Role(config.role))
-        self.customers = Customers(self._send_to_app, self.io_queue.call)
+        self.customers = Customers(self._send_to_app, self.io_queue.call, self._hand_over)
         self.traffic = Traffic(self)
         self.nearby: LocalPeers = LocalPeers(self)
         self.watch = PeerWatch(self, self.traffic)
@@ -108,6 +108,8 @@ class Postoffice:
         self.unheard = Unheard()
         self.shutdown: Shutdown | None = None
         self.info: NodeInfo | None = None
+        #: Node id -> a node in this process, which gets some requests and answers directly.
+        self.beside: dict[int, Postoffice] = {}
         self._closing = False
 
     # -- who is who --------------------------------------------------------------------
@@ -147,6 +149,15 @@ class Postoffice:
         self.ready.set_result(info)
 
     # -- what other threads may call ---------------------------------------------------
+
+    def sit_beside(self, other: Postoffice) -> None:
+        """Let two nodes of this process read each other's frames in place.
+
+        This holds for requests that need not be ordered, and for their answers. Both clusters must
+        be complete. Waits for the other node's roster.
+        """
+        self.beside[int(other.ready.result().node_id)] = other
+        other.beside[int(self.ready.result().node_id)] = self
 
     def spread(self, connections: int) -> None:
         """Use this many TCP connections to each server on other machines. From any thread.
@@ -205,10 +216,14 @@ class Postoffice:
         body: bytes = b"",
         frames: Mapping[int, Sequence[Any]] | None = None,
         customer: int = 0,
+        *,
+        ordered: bool = True,
     ) -> Future[dict[int, Reply]]:
         """Ask an app on each node; the future gets {node id: reply}. From any thread.
 
-        ``frames`` (node id -> payload) must stay unchanged until the future is done.
+        ``frames`` (node id -> payload) must stay unchanged until the future is done. With
+        ``ordered=False``, the request may arrive before earlier messages of this node. Then a
+        server in this process (``beside``) reads the frames where they are.
         """
         future: Future[dict[int, Reply]] = Future(
             lambda: "an answer of " + ", ".join(map(self.membership.title, nodes))
@@ -220,7 +235,7 @@ class Postoffice:
             if error is not None:
                 future.set_error(error)
                 return
-            self.customers.ask(nodes, app, customer, head, body, payload, future)
+            self.customers.ask(nodes, app, customer, head, body, payload, future, ordered=ordered)
 
         self.traffic.send_joined()  # earlier pushes are sent before this request
         self.io_queue.call(ask)
@@ -347,6 +362,16 @@ class Postoffice:
             return
         self.send(node, message, frames)
 
+    def _hand_over(self, node: int, message: Request | Response, frames: Sequence[Any]) -> None:
+        """Send to an app; a node in this process gets the sender's own frames."""
+        other = self.beside.get(node)
+        if other is None or self.info is None:
+            self._send_to_app(node, message, frames)
+            return
+        lent = [memoryview(frame).toreadonly() for frame in frames]
+        delivery = Delivery(self.info.uid, self.info.incarnation, 0, message, lent, is_lent=True)
+        other.io_queue.call(lambda: other._dispatch(delivery, other.clock()))
+
     def _dispatch(self, delivery: Delivery, now: float) -> None:
         message, peer, frames = delivery.message, delivery.peer, delivery.frames
         kind, node = type(message), self.membership.node_ids.get(peer)
@@ -358,7 +383,7 @@ class Postoffice:
             elif node is None:
                 self.admission.keep(delivery)
             elif isinstance(message, Request):
-                self.customers.request_arrived(node, message, frames, now)
+                self.customers.request_arrived(node, message, frames, now, is_lent=delivery.is_lent)
             elif isinstance(message, Response):
                 self.customers.response_arrived(node, message, frames)
             elif isinstance(message, NEARBY):

@@ -21,6 +21,9 @@ _SAME_ROUNDS = (
     "(kv.shard and FeedForward.fit ensure it for pushes)"
 )
 
+_SERVED_WORKER = [Role.WORKER.value, Role.SERVER.value]
+"""The nodes of a process whose worker runs a server, in the order of the roster."""
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -141,11 +144,13 @@ class Gone:
     left: bool
     """Whether it said goodbye (and was not lost)."""
     reason: str
+    title: str = ""
+    """Its name for people, if it is not that of the roster's entry."""
 
     @property
     def sentence(self) -> str:
         """``worker 1 (pid 4711 on host) is lost: its process is gone``."""
-        text = f"{self.node.title} {'has left the job' if self.left else 'is lost'}"
+        text = f"{self.title or self.node.title} {'has left the job' if self.left else 'is lost'}"
         return f"{text}: {self.reason}" if self.reason else text
 
     @property
@@ -189,9 +194,19 @@ class Membership:
         return next((node for node in self.roster if node.node_id == node_id), None)
 
     def title(self, node_id: int) -> str:
-        """Return a node's name for people."""
+        """Return a node's name for people; that of a server names a worker in its process."""
         node = self.node(node_id)
-        return node.title if node is not None else f"{role_of(node_id).value} (node {node_id})"
+        if node is None:
+            return f"{role_of(node_id).value} (node {node_id})"
+        worker = self.worker_of(node)
+        return f"{node.name} in the process of {worker.title}" if worker else node.title
+
+    def worker_of(self, server: NodeInfo) -> NodeInfo | None:
+        """Return the worker in whose process this server runs, on one of its threads."""
+        place = server.machine, server.pid
+        here = [node for node in self.roster if (node.machine, node.pid) == place]
+        is_served = server in here and [node.role for node in here] == _SERVED_WORKER
+        return here[0] if is_served and server.role == Role.SERVER.value else None
 
     def peer_title(self, uid: str) -> str:
         """Return the title of the node that has this name in the van."""
@@ -225,7 +240,8 @@ class Membership:
         node = self.node(node_id)
         if node is None or node_id in self.gone:
             return None
-        gone = Gone(node, left, reason)
+        title = self.title(node_id)
+        gone = Gone(node, left, reason, "" if title == node.title else title)
         self.gone[node_id] = gone
         return gone
 

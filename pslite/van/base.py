@@ -193,6 +193,13 @@ class Van(abc.ABC):
         """
         return 0
 
+    def is_refused(self, peer: str) -> bool:
+        """Return whether the host of ``peer``, once connected, says that it does not listen now.
+
+        A firewall may say the same. False if a van does not know.
+        """
+        return False
+
     def is_answered(self, peer: str) -> bool:
         """Return whether a lost connection to ``peer`` may return soon.
 

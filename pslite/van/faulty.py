@@ -124,6 +124,9 @@ class FaultyVan(Van):
     def trouble(self, peer: str) -> str:
         return self._inner.trouble(peer)
 
+    def is_refused(self, peer: str) -> bool:
+        return self._inner.is_refused(peer)
+
     def is_answered(self, peer: str) -> bool:
         return self._inner.is_answered(peer)
 

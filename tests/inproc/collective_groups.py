@@ -30,6 +30,12 @@ def groups(
     return [Communicator(worker, name=name, **options) for worker in cluster.workers]
 
 
+def sit_together(cluster: InprocCluster) -> None:
+    """Worker i and server i read each other's frames in place."""
+    for worker, server in zip(cluster.workers, cluster.servers, strict=False):
+        worker.sit_beside(server)
+
+
 def results(futures: list[Future[Any]]) -> list[Any]:
     return [future.result(LIMIT_S) for future in futures]
 

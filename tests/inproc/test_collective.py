@@ -20,6 +20,7 @@ from collective_groups import (
     groups,
     opened,
     results,
+    sit_together,
 )
 
 from pslite import CollectiveServer, Communicator, Future, Postoffice, Role
@@ -27,10 +28,12 @@ from pslite.collective.sums import DTYPES
 from pslite.errors import ClosedError, DeadlineError, MismatchError, NodeLostError, UsageError
 
 
-@pytest.fixture(scope="module", params=["servers", "rings"])
+@pytest.fixture(scope="module", params=["servers", "servers beside two workers", "rings"])
 def three(request: pytest.FixtureRequest) -> Iterator[list[Communicator]]:
     """A group of three workers on two servers, for the tests that break nothing."""
     with cluster_of(3, 2, **SMALL_CHUNKS, shm=request.param == "rings") as cluster:
+        if request.param == "servers beside two workers":
+            sit_together(cluster)
         yield opened(groups(cluster, rings=request.param == "rings"))
 
 
@@ -90,6 +93,18 @@ def test_any_shape_is_summed_in_chunks_on_both_servers(
     for each in got:
         assert each.shape == shape
         assert each.tobytes() == (sent[0] + sent[1] + sent[2]).tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 18, (5 << 20) + 40, 8 << 20])
+def test_each_server_gets_an_equal_part_of_a_large_array(nbytes: int) -> None:
+    with cluster_of(1, 3, shm=False) as cluster:
+        node = cluster.workers[0]
+        array = np.ones(nbytes // 8)
+        assert results([groups(cluster)[0].all_reduce(array)])[0].tobytes() == array.tobytes()
+        sent = {peer: counts[0] for peer, counts in node.links.byte_counts().items()}
+        parts = [sent[server.info.uid] for server in cluster.servers if server.info is not None]
+        assert sum(parts) >= nbytes
+        assert max(parts) - min(parts) < 4096
 
 
 def test_the_result_may_be_written_over_the_values(three: list[Communicator]) -> None:

@@ -39,9 +39,11 @@ def counting_requests(node: Postoffice) -> list[int]:
     counts: list[int] = []
     request = node.request
 
-    def noting(nodes: Any, app: int, head: int, body: bytes, frames: Any, customer: int) -> Any:
+    def noting(
+        nodes: Any, app: int, head: int, body: bytes, frames: Any, *more: Any, **also: Any
+    ) -> Any:
         counts.extend(len(frames[node]) for node in nodes)
-        return request(nodes, app, head, body, frames, customer)
+        return request(nodes, app, head, body, frames, *more, **also)
 
     node.request = noting  # type: ignore[method-assign, assignment]
     return counts

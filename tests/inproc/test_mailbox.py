@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from cluster import LIMIT_S
-from collective_groups import SMALL_CHUNKS, cluster_of, errors, groups, results
+from collective_groups import SMALL_CHUNKS, cluster_of, errors, groups, results, sit_together
 
 from pslite import Communicator
 from pslite.collective.mailbox import WINDOW_BYTES
@@ -16,10 +16,12 @@ from pslite.errors import ClosedError, NodeLostError, UsageError
 from pslite.protocol.mailbox import BOX_BYTES
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[list[Communicator]]:
+@pytest.fixture(scope="module", params=["apart", "servers beside two workers"])
+def three(request: pytest.FixtureRequest) -> Iterator[list[Communicator]]:
     """A group of three workers on two servers, for the tests that break nothing."""
     with cluster_of(3, 2, **SMALL_CHUNKS) as cluster:
+        if request.param != "apart":
+            sit_together(cluster)
         yield groups(cluster)
 
 

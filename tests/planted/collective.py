@@ -8,11 +8,26 @@ _MATCHING = "tests/unit/pslite/protocol/test_collective_matching.py"
 _MAILBOX = "tests/unit/pslite/protocol/test_mailbox_rules.py"
 _CALLS = "tests/inproc/test_collective.py"
 _MACHINES = "tests/inproc/test_collective_machines.py"
+_MOVES = "tests/inproc/test_collective_moves.py"
 _AGAIN = (
     "tests/process/test_torch_jobs.py::test_a_group_is_made_again_and_again_in_a_store_that_stays"
 )
 
 BUGS = [
+    Bug(
+        "a server in a worker's process sends on what the worker may change",
+        "pslite/collective/kept_frames.py",
+        "if is_lent or _is_mapped(frame)",
+        "if _is_mapped(frame)",
+        _MOVES,
+    ),
+    Bug(
+        "all chunks of an array go to one server",
+        "pslite/collective/server_route.py",
+        "count = servers * -(-nbytes // (servers * most))",
+        "count = -(-nbytes // most)",
+        "tests/inproc/test_collective.py",
+    ),
     Bug(
         "values of a collective call are combined in the order of arrival",
         "pslite/protocol/collective.py",

@@ -172,6 +172,13 @@ BUGS = [
         "tests/unit/pslite/plane/test_plane_server_failures.py",
     ),
     Bug(
+        "a server that does not listen yet counts as gone",
+        "pslite/van/zmq/link.py",
+        "if self._was_connected:\n                self._refusals",
+        "if True:\n                self._refusals",
+        "tests/unit/pslite/van/zmq/test_van_slow.py",
+    ),
+    Bug(
         "a node goes on connecting to a lost peer",
         "pslite/node/peer_watch.py",
         "office.links.shut(gone.node.uid)\n            office.van.disconnect(gone.node.uid)",

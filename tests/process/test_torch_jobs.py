@@ -198,23 +198,33 @@ except RuntimeError as error:
 
 
 def test_several_machines_each_get_a_server_and_the_key_of_a_file(make_job: MakeJob) -> None:
-    """Two machines by name only: PS_MACHINE says so."""
+    """Two machines by name only: PS_MACHINE says so. Their servers are threads of the ranks.
+
+    Rank 0 is done first, and its server stays.
+    """
     job = make_job(2)
     key = job.directory / "job.key"
     key.write_text("0123456789abcdef" * 4)
     key.chmod(0o600)
     ranks = start_ranks(
         job,
-        """
-dist.init_process_group("kvstore")
-node = dist.group.WORLD.cluster.node
-print(node.config.num_servers, node.config.security or "curve", summed(1))
+        f"""
+store = dist.FileStore({str(job.directory / "store")!r}, size)
+for times in range(2):
+    dist.init_process_group("kvstore", store=store, rank=rank, world_size=size)
+    node = dist.group.WORLD.cluster.node
+    told = [node.config.num_servers, node.config.security or "curve", [*node.beside]]
+    print(*told, summed(1), summed(*[1.0] * 200_000)[-1])
+    if times == 0:
+        dist.destroy_process_group()
+time.sleep(rank)
 """,
         PS_MACHINE="machine {rank}",
         PS_JOB_KEY_FILE=str(key),
     )
     assert job.wait_all(LIMIT_S) == [0, 0], job.output()
-    assert [rank.lines for rank in ranks] == [["2 curve [2]"]] * 2
+    assert ranks[0].lines == ["2 curve [8] [2] 2.0"] * 2
+    assert ranks[1].lines == ["2 curve [10] [2] 2.0"] * 2
 
 
 def test_a_group_larger_than_its_job_says_what_to_do(make_job: MakeJob) -> None:

@@ -64,6 +64,18 @@ def test_who_is_killed_in_backward_is_named_on_all_others(make_job: MakeJob, vic
     assert [ranks[rank].pid for rank in range(3) if rank not in left] in ([], [pid])
 
 
+@pytest.mark.parametrize("victim", VICTIMS[:2])
+def test_a_rank_is_killed_together_with_its_machines_server(make_job: MakeJob, victim: str) -> None:
+    """On several machines, servers are threads of ranks; the loss of either names the rank."""
+    job = make_job(2)
+    ranks = start_ranks(job, BACKWARD.replace("VICTIM", victim), PS_MACHINE="machine {rank}")
+    codes = [rank.wait(LIMIT_S) for rank in ranks]
+    left = [rank for rank in range(2) if victim != f"worker {rank}"]
+    assert codes == [3 if rank in left else -signal.SIGKILL for rank in range(2)], job.output()
+    pid = assert_told(job, job.output(), victim, left)
+    assert [ranks[rank].pid for rank in range(2) if rank not in left] == [pid]
+
+
 @pytest.mark.slow(reason="four processes import PyTorch each time; ranks by hand try the same")
 @pytest.mark.parametrize("starter", ["torchrun", "kvstore-launch"])
 @pytest.mark.parametrize("victim", VICTIMS)

@@ -66,6 +66,8 @@ class ServicePlan:
     security: str
     #: For each rank, the servers that it runs.
     servers: list[list[int]]
+    #: Whether servers run on threads of their ranks and not as child processes.
+    on_threads: bool
     #: The job's key, or "" if every process has it in a file (PS_JOB_KEY_FILE).
     key: str
 
@@ -130,12 +132,17 @@ def _own_cluster(config: Config, store: Any, rank: int, size: int) -> GroupClust
             _tell(store, "plan", json.dumps(asdict(plan)))
         else:
             plan = ServicePlan(**json.loads(_hear(store, "plan", 0)))
-        mine = _settings_of(plan, config, rank, size, listener)
-        if mine:
+        servers = _servers_of(plan, config, rank, size)
+        children, inside = ([], servers) if plan.on_threads else (servers, [])
+        if listener is not None:
+            children.insert(0, _scheduler_of(plan, config, size, listener))
+        if servers or children:
             fds = [] if listener is None else [listener.fileno()]
-            services = ColocatedServices(mine, plan.key, fds)
+            services = ColocatedServices(children, plan.key, fds, inside)
     try:
         node = start(_worker_config(plan, config, rank, size))
+        for server in [] if services is None else services.nodes:
+            node.sit_beside(server)
     except BaseException:
         if services is not None:
             services.kill()
@@ -161,6 +168,8 @@ def _decide(config: Config, store: Any, size: int) -> tuple[ServicePlan, socket.
             "DMLC_NODE_HOST or DMLC_INTERFACE on rank 0 to an address of its own"
         ) from error
     num_servers = config.torch_servers or len(first_ranks)
+    # On one machine, ranks exchange values without servers.
+    on_threads = config.torch_servers == 0 and len(first_ranks) > 1
     servers: list[list[int]] = [[] for _ in range(size)]
     for server in range(num_servers):
         servers[first_ranks[server % len(first_ranks)]].append(server)
@@ -168,7 +177,8 @@ def _decide(config: Config, store: Any, size: int) -> tuple[ServicePlan, socket.
     # Torch's store is neither encrypted nor authenticated, so a key from it hides nothing.
     security = config.security or ("" if config.job_key_file else "plain")
     port = listener.getsockname()[1]
-    plan = ServicePlan(host, port, secrets.token_hex(8), num_servers, security, servers, key)
+    job_id = secrets.token_hex(8)
+    plan = ServicePlan(host, port, job_id, num_servers, security, servers, on_threads, key)
     return plan, listener
 
 
@@ -183,19 +193,20 @@ def _own_host(config: Config, store: Any) -> str:
     return getattr(store, "host", "") or socket.gethostname()
 
 
-def _settings_of(
-    plan: ServicePlan, config: Config, rank: int, size: int, listener: socket.socket | None
-) -> list[dict[str, Any]]:
-    """Return the settings of the scheduler and servers that this rank starts."""
+def _servers_of(plan: ServicePlan, config: Config, rank: int, size: int) -> list[dict[str, Any]]:
+    """Return the settings of the servers that this rank starts."""
     common = _common(plan, config, size)
-    found = [
+    return [
         asdict(replace(common, role=Role.SERVER.value, task_id=server))
         for server in plan.servers[rank]
     ]
-    if listener is not None:
-        role = Role.SCHEDULER.value
-        found.insert(0, asdict(replace(common, role=role, listen_fd=listener.fileno())))
-    return found
+
+
+def _scheduler_of(
+    plan: ServicePlan, config: Config, size: int, listener: socket.socket
+) -> dict[str, Any]:
+    common = _common(plan, config, size)
+    return asdict(replace(common, role=Role.SCHEDULER.value, listen_fd=listener.fileno()))
 
 
 def _worker_config(plan: ServicePlan, config: Config, rank: int, size: int) -> Config:

@@ -55,6 +55,10 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+_ANSWER_S = 0.2
+"""How long ``refuses`` waits; it follows an attempt that has failed at once."""
+
+
 class Endpoint(NamedTuple):
     """An address in libzmq's form, from a host and a port."""
 
@@ -201,6 +205,21 @@ def connect_problem(address: str) -> str:
     if error in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EACCES, errno.EPERM):
         return f"this machine cannot connect to {host}:{port}: {os.strerror(error)}"
     return ""
+
+
+def refuses(address: str) -> bool:
+    """Return whether the host of ``tcp://address:port`` says that no process listens there.
+
+    Waits for its answer for a short time.
+    """
+    host, port = parse_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.settimeout(_ANSWER_S)
+            return trial.connect_ex((host, port)) == errno.ECONNREFUSED
+    except OSError:
+        return False
 
 
 def bind_problem(error: int) -> str:

@@ -18,7 +18,7 @@ import zmq
 from pslite.errors import ConfigError
 from pslite.security import WHAT_TO_COMPARE, Proofs
 from pslite.van.base import Connected, Denied, Disconnected, VanEvent, size_of
-from pslite.van.zmq.addresses import Endpoint, HostResolver, connect_problem, without_key
+from pslite.van.zmq.addresses import Endpoint, HostResolver, connect_problem, refuses, without_key
 from pslite.van.zmq.dealer import Dealer, Further, LinkNeeds
 from pslite.van.zmq.listener import OVERDUE_S, SETTLE_S
 from pslite.van.zmq.sockets import ANOTHER_MECHANISM, REFUSED_KEY, WRONG_PROTOCOL
@@ -33,6 +33,8 @@ LAST_TIMEOUT_S = 5.0
 DENIED_AFTER_S = 5.0
 """A listener that ends each handshake at once counts as a rejection after this time. A proxy that
 waits for its own server to start does the same for a moment."""
+REFUSALS = 2
+"""How many refused attempts in a row mean that a peer that was connected does not listen now."""
 LARGE_FRAME_BYTES = zmq.COPY_THRESHOLD
 
 
@@ -89,6 +91,7 @@ class Link:
         #: When the first of the connections ended.
         self._ended_at: float | None = None
         self._was_connected = False
+        self._refusals = 0
         self._denied = False
         #: The times of the first and the last handshake in a row that the other end broke off.
         self._broken_off: tuple[float, float] | None = None
@@ -200,8 +203,12 @@ class Link:
             reason = f"the connection to {self._where} is gone"
             events.append(Disconnected(self._peer, reason, moved_bytes))
         elif lasted_s < AT_ONCE_S and self._endpoint is not None:
-            # libzmq does not tell why; usually the peer does not listen yet.
+            # libzmq does not tell why; usually the peer does not listen yet, or no more.
             self.trouble = connect_problem(self._endpoint.text)
+            if self._was_connected:
+                self._refusals = self._refusals + 1 if refuses(self._endpoint.text) else 0
+        else:
+            self._refusals = 0
         if not self._denied:
             self._retry(lasted_s)
 
@@ -219,6 +226,11 @@ class Link:
     def is_answered(self) -> bool:
         """Whether a connection is still being made, and bytes arrive on it."""
         return not self.connected and self._dealer is not None and self._dealer.is_answered
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the peer's host says again and again that no process listens there any more."""
+        return self._refusals >= REFUSALS
 
     def look(self) -> None:
         """Notice connections that are dead although neither end has closed them."""
@@ -296,7 +308,7 @@ class Link:
             self._due_at = math.inf
         dealer.begin()
         self._attempts.succeeded()
-        self.trouble = ""
+        self.trouble, self._refusals = "", 0
         events.append(Connected(self._peer))
         for buffers in self._backlog:
             dealer.send(buffers)

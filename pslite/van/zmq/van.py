@@ -274,6 +274,10 @@ class ZmqVan(Van):
             return link.in_transit
         return 0 if self._listener is None else self._listener.in_transit(peer)
 
+    def is_refused(self, peer: str) -> bool:
+        link = self._links.get(peer)
+        return link is not None and link.is_refused
+
     def is_answered(self, peer: str) -> bool:
         link = self._links.get(peer)
         if link is not None:

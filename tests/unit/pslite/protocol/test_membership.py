@@ -150,6 +150,31 @@ def members() -> Membership:
     return membership
 
 
+def test_a_server_on_a_thread_of_a_worker_is_named_with_it() -> None:
+    worker, server = node("worker", 2, 1), node("server", 3, 0)._replace(pid=4002)
+    elsewhere = server._replace(machine="another kernel")
+    membership = members()
+    assert membership.worker_of(ROSTER[3]) is None
+    for present, title in [
+        (server, f"server 0 in the process of worker 1 (pid 4002 on {worker.host})"),
+        (elsewhere, f"server 0 (pid 4002 on {worker.host})"),
+    ]:
+        membership.begin((*ROSTER[:3], present))
+        assert membership.title(8) == membership.peer_title(present.uid) == title
+        gone = membership.depart(8, left=False, reason="killed")
+        assert gone is not None
+        assert gone.sentence == f"{title} is lost: killed"
+        membership.gone.clear()
+    assert membership.worker_of(worker) is None
+
+
+def test_processes_with_all_nodes_of_a_job_say_only_the_role() -> None:
+    alone = tuple(each._replace(pid=1) for each in ROSTER)
+    membership = Membership(Role.WORKER)
+    membership.begin(alone)
+    assert membership.worker_of(alone[3]) is None
+
+
 def test_a_complete_cluster_is_in_epoch_one() -> None:
     membership = members()
     assert (membership.epoch, membership.live(Role.WORKER), membership.live(Role.SERVER)) == (

@@ -186,6 +186,26 @@ def test_both_ends_know_that_a_connection_is_being_made_when_bytes_arrive(
     assert not server.is_answered("client")
 
 
+def test_a_peer_that_was_there_and_does_not_listen_any_more_is_refused(make: Make) -> None:
+    client, server = make("client"), make("server")
+    port = server.bind(HOST, 0)
+    client.connect("server", f"tcp://{HOST}:{port}")
+    client.connect("nobody", f"tcp://{HOST}:1")
+    wait_for(client, Connected)
+    assert not client.is_refused("server")
+    server.close()
+    give_up_at = time.monotonic() + 10
+    while not client.is_refused("server"):
+        assert time.monotonic() < give_up_at
+        client.poll(0.02)
+    assert not client.is_refused("nobody"), "it may not have begun to listen"
+    assert not client.is_refused("stranger")
+    again = make("server")
+    assert again.bind(HOST, port) == port
+    wait_for(client, Connected)
+    assert not client.is_refused("server")
+
+
 def test_where_somebody_listens_and_says_nothing_no_connection_is_about_to_come(
     make: Make,
 ) -> None:
