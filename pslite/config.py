@@ -256,7 +256,7 @@ class Config:
         "KVSTORE_TORCH_SERVERS",
         0,
         "how many servers a PyTorch process group starts if torchrun or mp.spawn started its "
-        "processes; 0: one on each host",
+        "processes; 0: one on each host, on several hosts as threads of ranks",
         least=0,
         most=65_536,
     )

@@ -1,9 +1,10 @@
-"""Run scheduler and servers as children of workers started elsewhere.
+"""Run scheduler and servers beside workers started elsewhere.
 
 torchrun, ``mp.spawn`` and mpiexec start only workers. So the worker of rank 0 starts the scheduler,
 and the first worker of each machine starts a server (``kvstore/frameworks/torch/cluster.py``
-decides which). A child reads its settings and the job's key from one line of JSON on its standard
-input, so that none of them are in an environment or on a command line.
+decides which). They are child processes, or servers on threads of the worker's process. A child
+reads its settings and the job's key from one line of JSON on its standard input, so that none of
+them are in an environment or on a command line.
 
 A child outlives a killed worker by PS_LOST_AFTER (the time after which a disconnected node is lost)
 plus ``GRACE_S``. So it can still tell the others which worker is lost, which is more useful than
@@ -11,7 +12,8 @@ the loss of a server. A worker that succeeds waits for its children, since other
 need them. Ctrl-C reaches the whole process group, but children ignore it: a worker may use the job
 once more, for example to save.
 
-Standard library only: the child must set its environment before it imports NumPy.
+Imports only the standard library at first: a child must set its environment before it imports
+NumPy.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _MAIN = (
 
 
 class ColocatedServices:
-    """The scheduler, servers, or both, that run as children or on threads of this process.
+    """The scheduler and servers that run as children or on threads of this process.
 
     A separate thread starts them and waits for them: Linux ends the children together with the
     thread that started them, and the caller's thread may end before the process does.
@@ -169,7 +171,7 @@ def _start_inside(settings: Mapping[str, Any], key: str) -> Postoffice:
 
 
 def _end_with_its_job(node: Postoffice) -> None:
-    """Wait until the workers need a server no more, and end it. An error was told to them."""
+    """End a server once no worker needs it; the workers know its error, if any."""
     from pslite.errors import PSError
 
     with contextlib.suppress(PSError):

@@ -40,7 +40,7 @@ _lock = threading.Lock()
 def as_frame(node: Postoffice, piece: Bytes, server: int) -> memoryview:
     """Return a frame to send; put a large one for a server here in shared memory."""
     frame = piece.data
-    may_map = server not in node.beside and node.nearby.may_share_with(server)
+    may_map = server not in node.nearby.beside and node.nearby.may_share_with(server)
     if len(piece) < _STAGED_BYTES or not may_map or node.sharing.place_of(frame) is not None:
         return frame
     copy = node.buffer(len(piece))

@@ -233,7 +233,7 @@ class ServerRoute:
         return max(most // itemsize, 1) * itemsize
 
     def _equal_chunk(self, dtype: str, nbytes: int) -> int:
-        """Return the bytes of a chunk, so that all servers get equal parts of a large array."""
+        """Return the bytes of a chunk; all servers get equal parts of a large array."""
         most, servers = self.chunk_bytes(dtype), self._asker.node.config.num_servers
         if nbytes < _LEAST_SHARED:
             return most

@@ -108,8 +108,6 @@ class Postoffice:
         self.unheard = Unheard()
         self.shutdown: Shutdown | None = None
         self.info: NodeInfo | None = None
-        #: Node id -> a node in this process, which gets some requests and answers directly.
-        self.beside: dict[int, Postoffice] = {}
         self._closing = False
 
     # -- who is who --------------------------------------------------------------------
@@ -156,8 +154,8 @@ class Postoffice:
         This holds for requests that need not be ordered, and for their answers. Both clusters must
         be complete. Waits for the other node's roster.
         """
-        self.beside[int(other.ready.result().node_id)] = other
-        other.beside[int(self.ready.result().node_id)] = self
+        for node, peer in ((self, other), (other, self)):
+            node.nearby.beside[int(peer.ready.result().node_id)] = peer._take
 
     def spread(self, connections: int) -> None:
         """Use this many TCP connections to each server on other machines. From any thread.
@@ -223,7 +221,7 @@ class Postoffice:
 
         ``frames`` (node id -> payload) must stay unchanged until the future is done. With
         ``ordered=False``, the request may arrive before earlier messages of this node. Then a
-        server in this process (``beside``) reads the frames where they are.
+        server in this process (``sit_beside``) reads the frames where they are.
         """
         future: Future[dict[int, Reply]] = Future(
             lambda: "an answer of " + ", ".join(map(self.membership.title, nodes))
@@ -357,20 +355,21 @@ class Postoffice:
 
     def _send_to_app(self, node: int, message: Request | Response, frames: Sequence[Any]) -> None:
         if self.info is not None and node == self.info.node_id:
-            delivery = Delivery(self.info.uid, self.info.incarnation, 0, message, frames)
-            self.io_queue.call(lambda: self._dispatch(delivery, self.clock()))
+            self._take(Delivery(self.info.uid, self.info.incarnation, 0, message, frames))
             return
         self.send(node, message, frames)
 
     def _hand_over(self, node: int, message: Request | Response, frames: Sequence[Any]) -> None:
         """Send to an app; a node in this process gets the sender's own frames."""
-        other = self.beside.get(node)
-        if other is None or self.info is None:
+        take = self.nearby.beside.get(node)
+        if take is None or self.info is None:
             self._send_to_app(node, message, frames)
             return
         lent = [memoryview(frame).toreadonly() for frame in frames]
-        delivery = Delivery(self.info.uid, self.info.incarnation, 0, message, lent, is_lent=True)
-        other.io_queue.call(lambda: other._dispatch(delivery, other.clock()))
+        take(Delivery(self.info.uid, self.info.incarnation, 0, message, lent, is_lent=True))
+
+    def _take(self, delivery: Delivery) -> None:
+        self.io_queue.call(lambda: self._dispatch(delivery, self.clock()))
 
     def _dispatch(self, delivery: Delivery, now: float) -> None:
         message, peer, frames = delivery.message, delivery.peer, delivery.frames

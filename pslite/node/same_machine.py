@@ -6,10 +6,11 @@ It also handles the offers of other nodes. ``memory/`` has the memory itself, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role
 from pslite.memory.sharing import PATIENCE_S
+from pslite.node.links import Delivery
 from pslite.node.office import Office
 from pslite.van.base import PipeTicket
 from pslite.wire.messages import Message, PipeOffer, SegmentOffer, SegmentTaken
@@ -29,6 +30,8 @@ class LocalPeers:
         self.near: frozenset[int] = frozenset()
         #: Whether all other workers and servers are on this machine.
         self.is_on_one_machine = False
+        #: Node id -> hands a message to this node, which is in this process.
+        self.beside: dict[int, Callable[[Delivery], None]] = {}
 
     def begin(self, info: NodeInfo, roster: Sequence[NodeInfo]) -> None:
         """Find the nodes on this machine; ``info`` is this node's entry."""

@@ -194,9 +194,9 @@ class Van(abc.ABC):
         return 0
 
     def is_refused(self, peer: str) -> bool:
-        """Return whether the host of ``peer``, once connected, says that it does not listen now.
+        """Return whether ``peer`` was connected and its host now refuses connections.
 
-        A firewall may say the same. False if a van does not know.
+        Its process has ended then. A firewall may say the same. False if a van does not know.
         """
         return False
 

@@ -174,8 +174,8 @@ BUGS = [
     Bug(
         "a server that does not listen yet counts as gone",
         "pslite/van/zmq/link.py",
-        "if self._was_connected:\n                self._refusals",
-        "if True:\n                self._refusals",
+        "refused = self._was_connected and refuses(",
+        "refused = refuses(",
         "tests/unit/pslite/van/zmq/test_van_slow.py",
     ),
     Bug(

@@ -213,7 +213,7 @@ store = dist.FileStore({str(job.directory / "store")!r}, size)
 for times in range(2):
     dist.init_process_group("kvstore", store=store, rank=rank, world_size=size)
     node = dist.group.WORLD.cluster.node
-    told = [node.config.num_servers, node.config.security or "curve", [*node.beside]]
+    told = [node.config.num_servers, node.config.security or "curve", [*node.nearby.beside]]
     print(*told, summed(1), summed(*[1.0] * 200_000)[-1])
     if times == 0:
         dist.destroy_process_group()

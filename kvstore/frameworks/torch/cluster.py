@@ -6,7 +6,8 @@ A process group begins with a store that all its ranks can read and write (usual
 - **A job of ours** (DMLC_PS_ROOT_URI is set, as ``kvstore-launch`` does): it is the node of this
   process, which all stores of the process share and which exists until the interpreter ends.
 - **Ranks of another launcher** (torchrun, ``mp.spawn``, mpiexec): rank 0 starts a scheduler, and
-  the first rank of each machine a server, as children (``kvstore/launch/colocated.py``). The ranks
+  the first rank of each machine a server (``kvstore/launch/colocated.py``). On several machines,
+  servers run on threads of their ranks (``docs/decisions/0040-servers-beside-ranks.md``). The ranks
   exchange the scheduler's address and the job's key through the store. Destroying the group ends
   this cluster, and so does the end of the script.
 

@@ -208,7 +208,7 @@ def connect_problem(address: str) -> str:
 
 
 def refuses(address: str) -> bool:
-    """Return whether the host of ``tcp://address:port`` says that no process listens there.
+    """Return whether a host answers that no process listens at ``tcp://address:port``.
 
     Waits for its answer for a short time.
     """

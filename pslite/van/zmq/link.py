@@ -50,6 +50,8 @@ class Attempts:
     def __init__(self) -> None:
         self.timeout_s = FIRST_TIMEOUT_S
         self._retry_s = FIRST_RETRY_S
+        #: How many in a row a peer has refused that was connected before.
+        self.refusals = 0
 
     def failed(self, lasted_s: float) -> float:
         """Note a failed attempt; return the seconds to wait before the next one."""
@@ -61,7 +63,7 @@ class Attempts:
 
     def succeeded(self) -> None:
         """Note that the connection exists; after a later loss, the timing starts anew."""
-        self.timeout_s, self._retry_s = FIRST_TIMEOUT_S, FIRST_RETRY_S
+        self.timeout_s, self._retry_s, self.refusals = FIRST_TIMEOUT_S, FIRST_RETRY_S, 0
 
 
 class Link:
@@ -91,7 +93,6 @@ class Link:
         #: When the first of the connections ended.
         self._ended_at: float | None = None
         self._was_connected = False
-        self._refusals = 0
         self._denied = False
         #: The times of the first and the last handshake in a row that the other end broke off.
         self._broken_off: tuple[float, float] | None = None
@@ -197,7 +198,7 @@ class Link:
             while not self._read(dealer, events, MESSAGES_PER_POLL) and dealer.has_ended:
                 pass
         self.close(linger_ms=0)
-        lasted_s = time.monotonic() - self._opened_at
+        lasted_s, refused = time.monotonic() - self._opened_at, False
         if self.connected:
             self.connected, lasted_s = False, 0.0
             reason = f"the connection to {self._where} is gone"
@@ -205,10 +206,8 @@ class Link:
         elif lasted_s < AT_ONCE_S and self._endpoint is not None:
             # libzmq does not tell why; usually the peer does not listen yet, or no more.
             self.trouble = connect_problem(self._endpoint.text)
-            if self._was_connected:
-                self._refusals = self._refusals + 1 if refuses(self._endpoint.text) else 0
-        else:
-            self._refusals = 0
+            refused = self._was_connected and refuses(self._endpoint.text)
+        self._attempts.refusals = self._attempts.refusals + 1 if refused else 0
         if not self._denied:
             self._retry(lasted_s)
 
@@ -229,8 +228,8 @@ class Link:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the peer's host says again and again that no process listens there any more."""
-        return self._refusals >= REFUSALS
+        """Whether the peer's host has refused several connections in a row."""
+        return self._attempts.refusals >= REFUSALS
 
     def look(self) -> None:
         """Notice connections that are dead although neither end has closed them."""
@@ -308,7 +307,7 @@ class Link:
             self._due_at = math.inf
         dealer.begin()
         self._attempts.succeeded()
-        self.trouble, self._refusals = "", 0
+        self.trouble = ""
         events.append(Connected(self._peer))
         for buffers in self._backlog:
             dealer.send(buffers)
