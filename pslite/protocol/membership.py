@@ -203,8 +203,8 @@ class Membership:
 
     def worker_of(self, server: NodeInfo) -> NodeInfo | None:
         """Return the worker in whose process this server runs, on one of its threads."""
-        place = server.machine, server.pid
-        here = [node for node in self.roster if (node.machine, node.pid) == place]
+        place = server.machine, server.host, server.pid  # PS_MACHINE may join several hosts
+        here = [node for node in self.roster if (node.machine, node.host, node.pid) == place]
         is_served = server in here and [node.role for node in here] == _SERVED_WORKER
         return here[0] if is_served and server.role == Role.SERVER.value else None
 
