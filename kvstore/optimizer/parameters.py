@@ -116,9 +116,16 @@ def _take_positions(cls: type[Any]) -> None:
     cls.__init__ = take
 
 
+@functools.lru_cache(maxsize=64)
+def _hints_of(cls: type[Any]) -> dict[str, Any]:
+    """Return the annotations of a class, which take a millisecond to evaluate."""
+    return typing.get_type_hints(cls)
+
+
 def convert_fields(owner: Any) -> None:
     """Check each field of ``owner`` by its annotation; convert it to a plain value."""
-    hints, whose = typing.get_type_hints(type(owner)), type(owner).__name__
+    cls: Any = type(owner)
+    hints, whose = _hints_of(cls), cls.__name__
     for field in dataclasses.fields(owner):
         if not field.init:
             continue
