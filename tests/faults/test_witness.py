@@ -96,6 +96,7 @@ def test_other_sizes_of_clusters_keep_the_same_promises(workers: int, servers: i
         witness.run(seed, workers, servers)
 
 
+@pytest.mark.slow(reason="it starts interpreters; the seeds run in one process always")
 def test_a_run_is_the_same_in_every_process() -> None:
     """The order of sets of text differs from process to process; no run may depend on it."""
     program = (

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from combinations import covering
 from workers import Workers
 
 torch = pytest.importorskip("torch")
@@ -218,8 +219,11 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(pushed_gradients, "_in_memory", torch.Tensor.detach)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("how", ["of the module", "by name", "as dense keys"])
+@pytest.mark.parametrize(
+    ("memory", "how", "num_workers"),
+    covering(["arrays", "tensors"], ["of the module", "by name", "as dense keys"], [1, 2]),
+    indirect=["memory"],
+)
 def test_sparse_embeddings_are_pushed_by_rows(memory: None, how: str, num_workers: int) -> None:
     def steps(model: Any, optimizer: Any, ids: Any) -> Any:
         for step in range(6):
@@ -268,7 +272,9 @@ def test_an_embedding_that_one_rank_uses_is_updated_on_all(memory: None, two: Wo
     assert changed == [0, 7, 40]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    "name", ["sgd", pytest.param("adam", marks=pytest.mark.slow(reason="sgd runs always"))]
+)
 def test_asynchronous_workers_come_to_the_minimum(name: str) -> None:
     """Dense weights and an embedding; workers do not wait for each other."""
 

@@ -101,6 +101,7 @@ def test_nobody_gets_into_a_job_without_its_key(make_job: MakeJob, security: str
     assert re.search(r"warning: refused a connection", launcher.text)
 
 
+@pytest.mark.slow(reason="tests/inproc/test_lies.py has nodes that lie, always")
 def test_a_holder_of_the_key_who_is_not_in_the_roster_changes_nothing(make_job: MakeJob) -> None:
     job, launcher = launched(make_job, security="curve")
     key = key_file(job).read_bytes().strip()

@@ -77,6 +77,7 @@ def test_a_launcher_killed_together_with_its_guardian_takes_what_workers_have_st
     wait_until(lambda: job.left() == [], "all of the job to end", ALL_END_S)
 
 
+@pytest.mark.slow(reason="what a killed launcher leaves runs always")
 def test_what_a_worker_has_started_outlives_its_thread_and_another_worker(
     make_job: MakeJob,
 ) -> None:

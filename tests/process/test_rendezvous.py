@@ -123,6 +123,7 @@ def test_a_wrong_store_type_is_an_error_that_lists_the_known_ones(make_job: Make
         assert f" {name}," in worker.lines[-1]
 
 
+@pytest.mark.slow(reason="tests/unit/kvstore/launch has the launcher's remarks")
 def test_launched_workers_without_a_store_are_told_that_each_ran_by_itself(
     make_job: MakeJob,
 ) -> None:

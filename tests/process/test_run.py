@@ -335,6 +335,7 @@ def test_threads_submit_and_end_a_cluster_while_another_one_waits_for_a_result(
             cluster.submit(os.getpid)
 
 
+@pytest.mark.slow(reason="workers that wait for one that raised are ended always")
 def test_an_exception_or_close_with_a_timeout_ends_a_call_that_never_returns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -407,6 +408,7 @@ def test_nothing_stays_when_the_caller_is_killed(make_job: MakeJob, temporary: P
     assert caller.text.count("imported once") == 1
 
 
+@pytest.mark.slow(reason="a caller that is killed runs always")
 def test_nothing_stays_when_a_ctrl_c_ends_the_call(make_job: MakeJob, temporary: Path) -> None:
     caller = start_script(make_job, temporary)
     caller.wait_for(r"(?s)worker \d\] working.*worker \d\] working")

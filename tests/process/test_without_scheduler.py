@@ -112,6 +112,7 @@ def test_push_and_pull_go_on_barriers_fail_at_once_and_the_job_ends_as_failed(
     assert "did not end" not in launcher.text
 
 
+@pytest.mark.slow(reason="test_losses.py has a barrier without its scheduler always")
 def test_a_worker_in_a_barrier_raises_and_the_scheduler_is_named_as_the_cause(
     make_job: MakeJob,
 ) -> None:
@@ -218,6 +219,7 @@ for host in "127.0.0.1", "0.0.0.0":
 """
 
 
+@pytest.mark.slow(reason="a job whose scheduler is killed runs always")
 def test_nobody_can_listen_where_the_scheduler_was_while_the_job_goes_on(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     launcher = job.launch(ASYNC + TOGETHER + 'kv.pull("w")\n')

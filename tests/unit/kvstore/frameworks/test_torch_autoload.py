@@ -90,6 +90,7 @@ def test_a_torch_in_which_nothing_can_be_registered_is_imported_all_the_same(
     assert run("import kvstore_torch_autoload as a; print(a.autoload())", tmp_path) == "None"
 
 
+@pytest.mark.slow(reason="an interpreter that imports PyTorch for each name")
 def test_scripts_that_name_another_backend_get_this_one_where_that_is_asked_for(
     tmp_path: Path,
 ) -> None:

@@ -179,6 +179,7 @@ def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
         meet(0, 1, starter())
 
 
+@pytest.mark.slow(reason="it starts shells and interpreters; tests/launchers has mpiexec itself")
 def test_the_process_that_started_all_ranks_is_found_above_wrappers() -> None:
     """Those have the rank in their environment, too."""
     code = "from kvstore.frameworks.torch import mpi; print(mpi._starter('PMI_RANK'))"
