@@ -135,7 +135,10 @@ if rank:
 
 @pytest.mark.slow(reason="PS_LOST_AFTER passes, and who loses it is not asked sooner")
 def test_rank_0_is_named_where_nobody_can_look_at_its_process(make_job: MakeJob) -> None:
-    """By PS_MACHINE each rank has a machine of its own; rank 0's scheduler outlives it."""
+    """By PS_MACHINE each rank has a machine of its own; rank 0's scheduler and server outlive it.
+
+    test_torch_kills.py has servers on threads of ranks, whose loss is noticed sooner.
+    """
     job = make_job(2)
     first, second = start_ranks(
         job,
@@ -152,6 +155,7 @@ except RuntimeError as error:
 """,
         PS_MACHINE="machine {rank}",
         PS_LOST_AFTER="6",
+        KVSTORE_TORCH_SERVERS="2",
     )
     assert first.wait(LIMIT_S) == -signal.SIGKILL
     assert second.wait(LIMIT_S) == 0, second.text
