@@ -55,6 +55,7 @@ if nobody is None:  # of no use
             "It goes without\na key, from 0 on.\n",
             [(1, "goes without"), (2, "from 0 on")],
         ),
+        ("page.md", "This is\nno number.\n", [(1, "is no")]),
         ("code.py", "number = 1  # srun and the like\n", [(1, "the like")]),
         ("code.py", "number = 1  # how many there are, from 0 to 9\n", []),
     ],
