@@ -1,11 +1,12 @@
 """Check the arrays of a distributed call, and view them as bytes to send or fill.
 
 Training loops pass plain NumPy arrays, or NDArrays that wrap them, with exactly their keys' shapes
-and dtypes. A few passes over the whole list recognize these, and their memory is used directly.
-Every other call goes through the checks of ``stores/arguments.py`` and the adapters of ``arrays/``,
-key by key, with the same result; several values for a key are added up. Arrays are checked again in
-each call, and nothing here keeps them. Runs on the caller's thread and may wait for lazy arrays.
-Read next: ``store.py``, which uses it, ``in_flight.py``, and ``gpu_sums.py`` for values on GPUs.
+and dtypes. A few passes over the whole list recognize such arrays, and the store uses their memory
+directly. Every other call goes key by key through the checks of ``stores/arguments.py`` and the
+adapters of ``arrays/``, with the same result; several values for a key are summed. Each call checks
+its arrays again; this module does not keep them. Runs on the caller's thread and may wait for lazy
+arrays. Read next: ``store.py``, which uses this module, ``in_flight.py``, and ``gpu_sums.py`` for
+values on GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Sums(NamedTuple):
 
     memories: list[Bytes]
     are_ours: bool
-    """Whether all of this memory is the store's: then it is sent without a copy."""
+    """Whether the store owns all of this memory; then it is sent without a copy."""
 
 
 AddUp = Callable[[Sequence[Sequence[Array]], Sequence[KeySpec]], Sums]
@@ -59,10 +60,10 @@ class Checked(NamedTuple):
     lazy: Sequence[Array] | None
     """All arrays, if each is an NDArray; then ``plain`` has the arrays inside them."""
     sparse: Mapping[Key, Sequence[Array]] = _NO_GROUPS
-    """Further keys with their arrays, if the key or one of the arrays is row-sparse."""
+    """The other keys with their arrays: the key or one of its arrays is row-sparse."""
 
     def memory_to_send(self, add_up: AddUp) -> tuple[list[Bytes], bool]:
-        """Return each key's summed value, and whether all of the memory is the store's.
+        """Return each key's summed value, and whether the store owns all the memory.
 
         Waits until lazy arrays have their values.
         """
@@ -104,13 +105,13 @@ def sum_on(device: Context, row: Sequence[Array], spec: KeySpec) -> Bytes:
 
 
 def values_to_push(table: KeyTable, key: object, value: object) -> Checked:
-    """Check the values of a push and return them. Raises as ``KeyTable.check_push``."""
+    """Check and return a push's values. Raises the errors of ``KeyTable.check_push``."""
     found = _usual_values(table, key, value, are_written=False)
     return found or _grouped(table, table.check_push(key, value))
 
 
 def values_to_fill(table: KeyTable, key: object, out: object) -> Checked:
-    """Check the arrays to fill and return them. Raises as ``KeyTable.check_out``."""
+    """Check and return arrays to fill. Raises the errors of ``KeyTable.check_out``."""
     found = _usual_values(table, key, out, are_written=True)
     return found or _grouped(table, table.check_out(key, out))
 

@@ -1,13 +1,13 @@
 """Batch small pushes and pulls into few messages.
 
-If a script calls ``push`` and ``pull`` key by key, into arrays that are read later, each key
-would need two messages. Instead the calls are collected in a ``CallBatch`` and sent together: a
-push and then a pull of the same key become one exchange, and small keys share messages, highest
-priority first. Order is kept: a call that would overtake an earlier call of the same key goes into
-a later ``Mix``. The messages depend only on the ``Shape`` of the calls, so ``loads_of`` computes
-them once for a loop that repeats, and ``transfers_of`` then only adds the arrays. Batches end at
-the same calls as the last time, unless a caller waits. Calls are collected on the caller's thread
-and become transfers on the I/O thread. Read next: ``transfer.py``.
+If a script calls ``push`` and ``pull`` key by key and reads the arrays later, each key would need
+two messages. Instead, a ``CallBatch`` collects the calls and they are sent together: a push and a
+following pull of the same key become one exchange, and small keys share messages, highest priority
+first. Order is kept: a call that would overtake an earlier call of the same key goes into a later
+``Mix``. The messages depend only on the ``Shape`` of the calls, so ``loads_of`` computes them once
+for a loop that repeats, and ``transfers_of`` then only adds the arrays. In such a loop, batches end
+at the same calls each time, unless a caller waits. Calls are collected on the caller's thread and
+become transfers on the I/O thread. Read next: ``transfer.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Shape = tuple[tuple[Key, ...], bool, bool, int]
 
 
 class BatchedCall(Future[None]):
-    """One call: its keys with the pushed value and the destination of each.
+    """One call: its keys, and the pushed value and the destination of each key.
 
     It is also the future that completes when the call ends. A loop makes one for each key, so it
     has few fields.
@@ -54,7 +54,8 @@ class BatchedCall(Future[None]):
         self.sources: Sequence[Bytes] = () if sources is None else sources
         """Copies that belong to the call, one for each key."""
         self.targets: Sequence[Bytes] = () if targets is None else targets
-        #: The number of unfinished messages with its data. Like the next field, I/O thread only.
+        #: How many messages with its data are unfinished. Only the I/O thread uses this field and
+        #: the next.
         self.left = 0
         self.error_so_far: BaseException | None = None
 
@@ -71,13 +72,13 @@ class BatchedCall(Future[None]):
 
 
 def answer_for(keys: Sequence[Key]) -> str:
-    """Describe the answer for which a call with these keys waits."""
+    """Describe the answer that a call with these keys waits for."""
     shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
     return f"the servers' answer for {shown}"
 
 
 def note_arrived(calls: Iterable[BatchedCall]) -> None:
-    """Record that a message with data of these calls is done. On the I/O thread."""
+    """Record that a message with these calls' data is done. Runs on the I/O thread."""
     whole = []
     for call in calls:
         call.left -= 1
@@ -122,12 +123,12 @@ class CallBatch:
     def staging(self) -> Bytes | None:
         """All pushed values without gaps; None if there is a gap or values are elsewhere.
 
-        There is a gap if an interrupt came after a call was staged and before it was added.
+        An interrupt between staging a call and adding it leaves a gap.
         """
         return self._staging if self._filled_bytes == self._pushed_bytes else None
 
     def stage(self, sources: Sequence[Bytes], nbytes: int) -> list[Bytes] | None:
-        """Copy a call's values, of ``nbytes`` in all, to ``staging``; None without room."""
+        """Copy values of ``nbytes`` in all to ``staging``; return None without room."""
         staging, start = self._staging, self._filled_bytes
         if staging is None or start + nbytes > len(staging):
             self._staging = None
@@ -155,7 +156,7 @@ class CallBatch:
     def pull_last(
         self, keys: tuple[Key, ...], targets: Sequence[Bytes], priority: int, nbytes: int
     ) -> BatchedCall | None:
-        """Add a pull to the last call if that pushes the same keys; otherwise return None.
+        """Add a pull to the last call if it pushes the same keys; otherwise return None.
 
         A loop over keys makes such calls, and one call costs half as much as two.
         """
@@ -168,7 +169,7 @@ class CallBatch:
         return call
 
     def has_room(self, nbytes: int, *, pushes: bool) -> bool:
-        """Return whether a call should join these; a pull always joins a push before it."""
+        """Return whether a call should join; a pull always joins a push just before it."""
         if not pushes and self.calls and self.calls[-1].shape[1]:
             return True
         before = self._pushed_bytes if pushes else self._pulled_bytes
@@ -183,12 +184,12 @@ class Mix(NamedTuple):
     """The positions of each key's calls in the batch."""
     priorities: tuple[int, ...]
     sources: tuple[tuple[int, int], ...]
-    """For each key, the call with its value and the key's position there; empty for a pull."""
+    """For each key, the call that pushes it and the key's position there; empty for a pull."""
     targets: tuple[tuple[int, int], ...]
 
 
 def mixes_of(shapes: Sequence[Shape]) -> list[Mix]:
-    """Return the mixes in which calls are sent: the fewest that keep the calls' order."""
+    """Return the mixes that send these calls: the fewest that keep the calls' order."""
     mixes: list[Mix] = []
     step: dict[Key, _KeyStep] = {}
     for number, (keys, pushes, pulls, priority) in enumerate(shapes):
@@ -219,7 +220,7 @@ class _KeyStep:
 
 
 def _fits(keys: Sequence[Key], step: dict[Key, _KeyStep], *, pushes: bool) -> bool:
-    """Return whether a call may join a step: a key allows only a pull after its push."""
+    """Return whether a call may join: a step has at most a push, then a pull per key."""
     for key in keys:
         entry = step.get(key)
         if entry is not None and (pushes or entry.target is not None):
@@ -228,7 +229,7 @@ def _fits(keys: Sequence[Key], step: dict[Key, _KeyStep], *, pushes: bool) -> bo
 
 
 def _kinds_of(step: dict[Key, _KeyStep]) -> list[Mix]:
-    """Return a mix each for the step's keys with a push, with a pull, and with both."""
+    """Return one mix each for the step's keys with a push, with a pull, and with both."""
     kinds: dict[tuple[bool, bool], list[Key]] = {}
     for key in sorted(step, key=lambda key: -step[key].priority):
         entry = step[key]
@@ -247,7 +248,7 @@ def _mix(keys: Sequence[Key], entries: Sequence[_KeyStep]) -> Mix:
 
 
 class Load(NamedTuple):
-    """One message with parts of several calls, which are given by their positions."""
+    """One message with parts of several calls; calls are given by their positions."""
 
     mix: Mix
     group: Group
@@ -348,7 +349,7 @@ def _telling(
 ) -> Callable[[BaseException | None], None]:
     """Return the function that a transfer calls when it is done.
 
-    A failed part is an error only of the calls for its key.
+    If a part fails, only the calls for its key get the error.
     """
     mine = [calls[number] for number in load.each]
 
@@ -367,4 +368,4 @@ def _telling(
 
 
 def _unused(error: BaseException | None) -> None:
-    """Do nothing: the first callback of a transfer, until ``_telling`` replaces it."""
+    """Do nothing: a transfer has this callback until ``_telling`` makes the real one."""

@@ -1,12 +1,12 @@
-"""Track the calls of a distributed store in flight, and where values arrive.
+"""Track a distributed store's calls in flight, and where their values arrive.
 
-A call becomes several transfers (``plan.py``); ``Operation`` is done when all of them are, and
+A call becomes several transfers (``plan.py``). ``Operation`` is done when all of them are, and
 ``Destination`` receives their values. Pure, except that it fills arrays. Used by ``store.py``.
 
-The last functions choose the memory that a message is sent from. Nothing is copied if the server
-can read the memory itself, or if TCP can send it as one range; small values in different places
+The last functions choose the memory from which a message is sent. Nothing is copied if the server
+can read the memory itself, or if TCP can send it as one range. Small values in different places
 are copied together, since a frame for each costs more than the copy. Any thread may call these
-functions, which keep nothing. Used by ``transfer.py``, and by ``batching.py`` for batched calls.
+functions; they keep no state. Used by ``transfer.py``, and by ``batching.py`` for batched calls.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pslite import Postoffice
 from pslite.future import Future
 from pslite.plane import Transfer
 
-#: When this many lists have a key in common, those without calls in flight are dropped, since
-#: a script may shuffle its keys.
+#: Once this many lists share a key, those without calls in flight are dropped, since a script may
+#: shuffle its keys.
 _MANY_LINES = 4
 
 
@@ -40,9 +40,9 @@ class _Line:
 
     def __init__(self, keys: tuple[Key, ...]) -> None:
         self.keys = keys
-        #: Each with its number in the order of all calls.
+        #: Each call with its number in the order of all calls.
         self.calls: deque[tuple[int, Future[None]]] = deque()
-        #: The other lines that have a key in common with this one.
+        #: The other lines that share a key with this one.
         self.crossing: set[_Line] = set()
 
     def unfinished(self) -> Sequence[tuple[int, Future[None]]]:
@@ -54,7 +54,7 @@ class _Line:
         return [call for call in calls if not call[1].done()]
 
     def is_crossed(self) -> bool:
-        """Return whether calls are in flight for other lists that share a key with it."""
+        """Return whether other lines that share a key have calls in flight."""
         return bool(self.crossing) and any(
             other.calls and other.unfinished() for other in self.crossing
         )
@@ -65,7 +65,7 @@ class InFlight:
 
     A script passes the same lists of keys again and again, so calls are stored by the tuple of
     their keys, and a call for a thousand keys costs no more than a call for one. Single keys are
-    only compared while calls for different tuples with common keys are in flight. A call must wait
+    compared only while calls for different tuples that share keys are in flight. A call must wait
     only for earlier calls of its own keys: otherwise workers that push their keys in different
     orders could wait for each other for ever.
     """
@@ -86,7 +86,7 @@ class InFlight:
             calls.append((next(self._numbers), future))
 
     def beyond(self, keys: tuple[Key, ...], window: int) -> list[Future[None]]:
-        """Return the calls to wait for, so that each key has at most ``window`` others."""
+        """Return the calls to wait for until each key has at most ``window`` others."""
         line = self._lines.get(keys)
         if line is not None and not line.crossing and len(line.calls) <= window:
             return []  # the usual case; a call that another thread adds now counts as later
@@ -175,14 +175,14 @@ class Operation:
         """Stop using the caller's arrays, since the caller's wait was interrupted.
 
         Runs on the I/O thread. No more values are written to the arrays, and unsent data is sent
-        from copies. The caller may change data that is already with the transport only when it is
-        accepted, and shared memory (``KVStore.empty``) only when the server has answered.
+        from copies. Data that the transport already has may change only after the peer has accepted
+        it, and shared memory (``KVStore.empty``) only after the server has answered.
         """
         for transfer in self.transfers:
             transfer.abandoned = True
             if not transfer.has_frames:
                 transfer.make_frames()
-            elif isinstance(transfer.frames, list):  # the caller's own, see ``in_flight.py``
+            elif isinstance(transfer.frames, list):  # the caller's own memory
                 self._lent += transfer.frames
                 transfer.frames[:] = [memoryview(bytes(frame)) for frame in transfer.frames]
 
@@ -198,11 +198,11 @@ class Operation:
 
 
 class Destination:
-    """The memory that receives a call's values: the first suitable array of each key.
+    """The memory that receives a call's values: each key's first array if suitable.
 
-    An array is suitable if it is contiguous, on the host, and has the key's dtype (of NumPy or
-    PyTorch). Without one, the store's own memory receives the values. ``finish`` copies them to all
-    other arrays of the key, with casts and strides.
+    An array is suitable if it is a contiguous array of NumPy or PyTorch on the host and has the
+    key's dtype. If the first one is not, the store's own memory receives the values. ``finish``
+    copies them to all other arrays of the key, with casts and strides.
     """
 
     __slots__ = ("_landed", "_rest", "is_final", "memories")
@@ -214,7 +214,7 @@ class Destination:
         rest: Sequence[tuple[np.ndarray[Any, Any], Sequence[Array]]] = (),
     ) -> None:
         self.memories = memories
-        """The memory into which each key's value is received."""
+        """The memory that receives each key's value."""
         self._landed = landed
         self._rest = rest
         self.is_final = not (landed or rest)
@@ -272,7 +272,7 @@ def overlaps(sources: Sequence[Bytes], targets: Sequence[Bytes], indices: Iterab
 
 
 def _owners(memories: Sequence[Bytes]) -> list[int] | None:
-    """Return the id of each memory's owner; None if a memory is only a part of one.
+    """Return the id of each memory's owner; None if a memory is only part of one.
 
     Memories with different owners cannot overlap. This costs a twentieth of comparing addresses.
     """
@@ -297,7 +297,7 @@ Frames = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
 
 #: Smaller frames are never sent through shared memory (``pslite/memory/sharing.py``).
 _LEAST_SHARED_BYTES = 1024
-#: Values in different places are sent without a copy if their frames have this size on average.
+#: Values in different places are sent without a copy if their frames average this size.
 _LEAST_FRAME_BYTES = 65_536
 
 

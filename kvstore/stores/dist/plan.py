@@ -1,8 +1,8 @@
 """Plan the messages of a call: which parts are sent together to which server.
 
 A plan depends only on the keys of a call, so a store compiles it once for each list of keys. Pure.
-Groups of parts only change the speed: each part keeps its own rounds and versions
-(``pslite/plane``). Next: ``store.py``, which uses plans.
+Grouping parts affects only the speed: each part keeps its own rounds and versions
+(``pslite/plane``). Read next: ``store.py``, which uses plans.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Decoder(NamedTuple):
 
     nbytes: int
     decode: Callable[[Bytes, Bytes], None]
-    """Decodes the received bytes (first) into the part (second)."""
+    """Decodes the received bytes (first argument) into the part (second argument)."""
 
 
 Places = Sequence[tuple[int, int, int, int]]

@@ -1,10 +1,10 @@
 """The distributed stores: ``dist_sync``, ``dist_device_sync``, ``dist_async``.
 
 This module has the calls that move values, with their waits and errors. ``arguments.py`` checks
-arguments, ``transfer.py`` transfers values; keys, optimizers and files are in ``admin.py``. Servers
-add up and update (``server/app.py``); the directory places the keys (``server/directory.py``).
-Public calls may come from any thread except the node's I/O thread, on which only calls that return
-futures work.
+arguments and ``transfer.py`` transfers values; keys, optimizers and files are in ``admin.py``.
+Servers sum the pushed values and update the stored ones (``server/app.py``); the directory places
+the keys (``server/directory.py``). Public calls may come from any thread except the node's I/O
+thread, on which only calls that return futures work.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class _ToSend(NamedTuple):
 
     memories: Sequence[Bytes]
     are_ours: bool
-    """Whether all of this memory is the store's, not the caller's."""
+    """Whether the store, not the caller, owns all of this memory."""
     is_small: bool
-    """Whether it is small enough to share a message with other calls."""
+    """Whether the data is small enough to share a message with other calls."""
     coding: DistCompression | None
     """The store's encoding when the data was prepared, or None."""
 
@@ -83,11 +83,11 @@ def create_dist(
 
 
 class DistKVStore(DistControl):
-    """A store with its values on servers. See ``KVStore`` for each call.
+    """A store that keeps its values on servers. See ``KVStore`` for each call.
 
     ``push`` returns when the values are copied; if the push fails later, the next call raises the
-    error. Waits have no time limit by default: they end with the value, or with an error that names
-    the lost node; a long wait is reported every PS_STALL_REPORT.
+    error. By default, waits have no time limit: they end with the value, or with an error that
+    names the lost node. A long wait is reported every PS_STALL_REPORT.
     """
 
     def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
@@ -269,7 +269,7 @@ class DistKVStore(DistControl):
         for key in keys or ():
             self._table.spec(key)
         for future in self._exchange.unfinished(keys):
-            self._wait(settled([future]), limit_s, began_s)  # by then its error has been noted, too
+            self._wait(settled([future]), limit_s, began_s)  # afterwards its error is noted, too
             error = future.error()
             if error is not None:
                 self._tell(error)
@@ -308,7 +308,7 @@ class DistKVStore(DistControl):
             wanted = values_to_fill(self._table, key, out)
             if wanted.sparse and ignores_sparse:
                 kept: dict[Key, Sequence[Array]] = {**self._rows.outs.ignored(wanted.sparse, 4)}
-                if all_versions:  # also of keys whose values are not requested
+                if all_versions:  # also versions of keys whose values are not requested
                     kept = {item: kept.get(item, ()) for item in wanted.sparse}
                 wanted = wanted._replace(sparse=kept)
             return wanted, None
@@ -332,12 +332,12 @@ class DistKVStore(DistControl):
         return operation.future
 
     def _push_rows(self, pushed: Checked, priority: int) -> None:
-        """Begin a push of keys of which some may be row-sparse."""
+        """Begin a push of keys, some of which may be row-sparse."""
         if not pushed.sparse:
             self._push(pushed, priority, copy=True).on_error(self._note_error)
             return
         self._keep_to_window(self._table.listed(tuple(pushed.sparse)))
-        # First the steps that may raise: sizes of rows here, numbers in the codec of `_push`.
+        # Do first what may raise: the check of row sizes here, and of numbers in `_push`'s codec.
         push_rows = self._rows.prepare_push(pushed.sparse, priority)
         self._push(pushed, priority, copy=True).on_error(self._note_error)
         push_rows().on_error(self._note_error)
@@ -372,7 +372,7 @@ class DistKVStore(DistControl):
         if rows:
             rows.finish()
         landing.finish()
-        self._check()  # raises if an earlier push failed, since the values lack it
+        self._check()  # raises if an earlier push failed: the values lack that push
 
     def _begin_pull(self, wanted: Checked, priority: int) -> tuple[Future[None], Destination]:
         landing = wanted.landing()
@@ -406,7 +406,7 @@ class DistKVStore(DistControl):
     def _let_arrive(
         self, arrays: Sequence[Array], future: Future[None], landing: Destination
     ) -> Future[None]:
-        """Make these lazy arrays wait for values that come later."""
+        """Make these lazy arrays wait for values that arrive later."""
         arrived = future if landing.is_final else future.map(lambda _: landing.finish())
         if arrays:
             begin_writing(arrived, arrays, self._wait)

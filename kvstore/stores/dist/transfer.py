@@ -1,11 +1,11 @@
 """Move values of a distributed store: turn calls into transfers to servers.
 
-The sum of the values of a worker's devices (``arguments.py``) is sent in parts to the servers that
-hold the keys (``plan.py``), directly from its memory or from a copy; answers are received into the
-caller's arrays (``in_flight.py``). Calls that no thread waits for are batched first
-(``batching.py``). The data plane (``pslite/plane``) handles rounds, order and delivery. Calls may
-come from any thread; the node's I/O thread copies received values. Nothing here waits. Next:
-``store.py``.
+A worker sums the values of its devices (``arguments.py``) and sends the sum in parts to the servers
+that hold the keys (``plan.py``), directly from the sum's memory or from a copy. Answers are
+received into the caller's arrays (``in_flight.py``). Calls that no thread waits for are batched
+first (``batching.py``). The data plane (``pslite/plane``) handles rounds, order and delivery. Calls
+may come from any thread; the node's I/O thread copies received values. Nothing here waits. Read
+next: ``store.py``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from pslite.plane import Piece, Sink, Transfer
 _SMALL_COPY_BYTES = 65_536
 #: A batch of up to this many calls does not come from a loop.
 _FEW_CALLS = 4
-#: A batch that no thread waits for is sent when no call has joined it for this long, or after this
-#: many checks. A loop over keys takes about 10 us for each call; a thread may pause for longer.
+#: A batch that no thread waits for is sent when no call has joined it for ``_JOIN_S``, or after
+#: ``_MAX_LOOKS`` checks. A loop over keys takes about 10 us per call; a thread may pause longer.
 _JOIN_S = 0.003
 _MAX_LOOKS = 5
 
@@ -61,9 +61,9 @@ class DenseExchange:
 
     def __init__(self, node: Postoffice) -> None:
         self._node = node
-        # Keeps the recorded order of calls the same as the order of submitting them. No thread
-        # waits for an answer while it holds the lock: the answer may depend on another thread's
-        # next push. It is re-entrant: an ended node makes the call at once, on this thread.
+        # Makes the recorded order of calls the order in which they are submitted. No thread waits
+        # for an answer while it holds the lock: the answer may depend on another thread's next
+        # push. It is re-entrant: a node that has ended runs commands at once, on this thread.
         self._lock = threading.RLock()
         self._places: dict[Key, Places] = {}
         self._plans = ByKeys(self._plan)
@@ -90,7 +90,7 @@ class DenseExchange:
     def name_of(self, part: int) -> str | None:
         """Return the key or table of a part, for reports.
 
-        ``pslite/node/data.py`` uses it.
+        Used by ``pslite/node/data.py``.
         """
         for title, parts in list(self.tables.items()):
             if part in parts:
@@ -128,7 +128,7 @@ class DenseExchange:
             self._recipes.forget()
 
     def check_coding(self, coding: DistCompression | None) -> None:
-        """Raise ``UsageError`` if the encoding changes or is no longer ``coding``."""
+        """Raise ``UsageError`` if the encoding is changing or is no longer ``coding``."""
         if self._is_changing or self.coding is not coding:
             raise UsageError(
                 "set_gradient_compression is running in another thread; do not call init, push "
@@ -171,10 +171,10 @@ class DenseExchange:
     ) -> Operation:
         """Push ``sources``, pull into ``targets``, or both.
 
-        With ``copy`` the caller may change the sources at once; otherwise they must stay unchanged
-        until the operation, which keeps them, is done. Both have the flat memory of each key's
-        value; sources may be encoded by ``coding``. The version of each pulled part is put in
-        ``versions``.
+        With ``copy`` the caller may change the sources at once; otherwise the operation keeps them,
+        and they must stay unchanged until it is done. Sources and targets are the flat memory of
+        each key's value; ``coding`` may have encoded the sources. The version of each pulled part
+        is stored in ``versions``.
         """
         if sources is None:
             coding = self.coding
@@ -218,16 +218,17 @@ class DenseExchange:
     ) -> None:
         """Send an operation for these keys after all earlier ones, and count it.
 
-        ``coding`` is the encoding with which it was made; ``nbytes`` its size, by default that of
-        the keys' whole values. Raises ``UsageError`` while the encoding changes.
+        ``coding`` is the encoding with which the operation was made. ``nbytes`` is its size, by
+        default the size of the keys' whole values. Raises ``UsageError`` while the encoding
+        changes.
         """
         self._node.io_queue.check_process()
         with self._lock:
             self.check_coding(coding)
             self.send_joined()  # earlier calls go first
             self._node.submit(operation.transfers)
-            # After submitting: if an interrupt prevented that, a wait for a recorded call would
-            # never end.
+            # Record the call only now: if an interrupt prevented the submit, a wait for a recorded
+            # call would never end.
             self._note(keys, operation.future, pushes=pushes, pulls=pulls, nbytes=nbytes)
 
     def _note(
@@ -262,7 +263,7 @@ class DenseExchange:
         priority: int,
         coding: DistCompression | None = None,
     ) -> Future[None]:
-        """Begin a call that is sent together with other calls that come soon.
+        """Begin a call that is sent together with other calls that follow soon.
 
         ``send_joined`` sends them at once. The sources are copied. The future completes on the I/O
         thread.
@@ -305,7 +306,7 @@ class DenseExchange:
                 self._node.io_queue.call(lambda: self._take(batch))
 
     def _begin_batch(self) -> CallBatch:
-        # The memory is too large for a single call.
+        # A single call does not need that much memory.
         staging = self._node.buffer(self.message_bytes) if self._is_in_loop else None
         return CallBatch(self.message_bytes, self.send_joined, staging)
 
@@ -315,11 +316,11 @@ class DenseExchange:
         try:
             self._node.io_queue.call_later(_JOIN_S, lambda: self._look_at(batch, 0, 1))
         except BaseException:
-            self._batch = None  # its calls may not know it
+            self._batch = None  # the I/O thread may not know it
             raise
 
     def _look_at(self, batch: CallBatch, count: int, look: int) -> None:
-        """Send a batch that no longer grows from ``count`` calls (I/O thread)."""
+        """Send a batch that still has ``count`` calls, else look again (I/O thread)."""
         now = len(batch.calls)
         if batch is not self._batch or now == count or look == _MAX_LOOKS:
             self._take(batch)
@@ -335,7 +336,7 @@ class DenseExchange:
         return copy
 
     def _take(self, batch: CallBatch) -> None:
-        """Send a batch, unless it was sent already. On the I/O thread."""
+        """Send a batch, unless it was sent already. Runs on the I/O thread."""
         with self._lock:
             if self._batch is batch:
                 self._batch = None
@@ -361,7 +362,7 @@ class DenseExchange:
         self._node.traffic.submit(transfers)
 
     def _known(self, calls: Sequence[BatchedCall]) -> Iterator[BatchedCall]:
-        """Return the calls whose keys still exist; end the others in an error."""
+        """Yield the calls whose keys still exist; end the others with an error."""
         for call in calls:
             gone = [key for key in call.shape[0] if key not in self.entries]
             if gone:
@@ -382,7 +383,7 @@ class DenseExchange:
         return groups if coding is None else [coding.applied(group, keys) for group in groups]
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:
-        """Return the version of a key whose parts' versions were noted."""
+        """Return the version of a key from the recorded versions of its parts."""
         return Version(versions[part] for part in self.entries[key].parts)
 
     def unfinished(self, keys: Iterable[Key] | None = None) -> list[Future[None]]:
