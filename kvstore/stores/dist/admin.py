@@ -1,8 +1,8 @@
 """The control calls of distributed stores: keys, optimizers, files, the cluster.
 
 ``DistControl`` is the base class of ``DistKVStore`` (``store.py``), which moves the values. The
-requests to servers and directory are in ``control_client.py``. Public calls may come from any
-thread except the node's I/O thread, on which only calls that return futures work.
+requests to the servers and the directory are in ``control_client.py``. Public calls may come from
+any thread except the node's I/O thread, on which only calls that return futures work.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class DistControl(KVStore):
         return self._optimizer.set(optimizer)
 
     def set_optimizer_params(self, **numbers: Number) -> None:
-        # Not the servers' current optimizer: another rank may be some calls ahead of this one.
+        # Prefer this rank's optimizer to the servers': another rank may be some calls ahead.
         optimizer = self._optimizer.known or self.current_optimizer()
         self.set_optimizer(optimizer.replace(**numbers))
 
@@ -262,8 +262,8 @@ class DistControl(KVStore):
     def barrier(self, timeout: float | None = None) -> None:
         self._check_may_wait()
         limit_s = checked_timeout(timeout) or self._node.config.stall_timeout_s or math.inf
-        # The scheduler ends it for all workers and names the missing ones; the limit here only
-        # applies if the scheduler does not answer.
+        # The scheduler ends the barrier for all workers and names the missing ones; the limit here
+        # applies only if the scheduler does not answer.
         reached = self._node.barrier(WORKER_GROUP, limit_s)
         self._wait(reached, limit_s + _SCHEDULERS_WORD_S, is_limited=timeout is not None)
 
@@ -318,7 +318,7 @@ class DistControl(KVStore):
             self._leave()
 
     def _hear_of_pushes(self) -> None:
-        """Wait for the answers of all pushes; raise the error of a failed push."""
+        """Wait for the answers to all pushes; raise the error of a failed push."""
         io_queue = self._node.io_queue
         if io_queue.is_forked:
             return
@@ -345,7 +345,7 @@ class DistControl(KVStore):
             freed = self._servers.close(entries.values())
             return freed.then(lambda _: self._servers.report(call, list(entries)))
 
-        # When all workers have closed it, the servers free its memory. No worker waits for that.
+        # When all workers have closed the store, the servers free its memory. No worker waits.
         with suppress(PSError):
             unfinished = settled([*self._exchange.unfinished(), *self._inits.of()])
             unfinished.then(lambda _: self._servers.meet(call, CLOSING)).then(free)
@@ -357,7 +357,7 @@ class DistControl(KVStore):
 
     def _init(self, specs: Mapping[Key, KeySpec], hosts: Sequence[HostValue]) -> Future[None]:
         self._exchange.check_coding(self._exchange.coding)
-        # The directory checks sizes: if a rank raised here, the others would wait for it.
+        # Leave sizes to the directory: if this rank raised here, the others would wait for it.
         scope = self._optimizer.scope
         made = self._servers.init(
             specs, hosts, self._exchange.entries, self._exchange.coding, scope=scope
@@ -372,18 +372,18 @@ class DistControl(KVStore):
         self._table.add({entry.key: entry.spec for entry in entries}, row_sparse)
 
     def _settle(self) -> None:
-        """Wait until no call of this store is in flight; their own waits raise errors."""
+        """Wait until no call of this store is in flight; do not raise their errors."""
         self._wait(settled([*self._exchange.unfinished(), *self._inits.of()]))
 
     def _together(self, name: str, act: Callable[[], Sequence[Key]]) -> list[KeyEntry]:
-        """Wait for all workers, then let the lowest rank ``act``; all get its error.
+        """Wait for all workers, then let the lowest rank ``act``; all ranks get its error.
 
         ``act`` returns the keys that it has deleted. Returns all keys of the store.
         """
         return self._meet(name, lambda _: act())[1]
 
     def _meet(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, list[KeyEntry]]:
-        """Do as ``_together``; also return the call's number, equal on all workers."""
+        """Do what ``_together`` does; also return the call's number, equal on all workers."""
         call, news = self._joint_calls.make(name, act)
         entries, self._optimizer.num_calls = self._servers.news_of(news)
         return call, entries

@@ -1,10 +1,10 @@
 """Save and load the values and states of a distributed store.
 
 Values and optimizer states are on the servers. The worker that writes or reads the file transfers
-them piece by piece, so no node holds more of a model than its share and some pieces. Rows of
-row-sparse keys are sorted by id in files, for any number of servers. Runs on the caller's thread,
-which waits. Read next: ``checkpoint/optimizer_states.py`` for the files, ``control_client.py`` for
-the requests.
+them piece by piece, so no node holds more of a model than its share and a few pieces. In files,
+rows of row-sparse keys are sorted by id, whatever the number of servers. Runs on the caller's
+thread, which waits. Read next: ``checkpoint/optimizer_states.py`` for the files,
+``control_client.py`` for the requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DistFiles:
         self._wait = wait
 
     def contents(self) -> dict[Key, Content]:
-        """Return a description of each key; those of row-sparse keys have no rows."""
+        """Return a description of each key, without the rows of row-sparse keys."""
         no_rows = np.empty(0, np.int64)
         return {
             key: Content(entry.spec, len(entry.servers), no_rows if entry.is_row_sparse else None)
@@ -76,7 +76,7 @@ class DistFiles:
             yield SavedPiece(entry.key, start * pages.home.width, values, states, num_updates)
 
     def take(self, saved: SavedStates, optimizer: Optimizer | None) -> None:
-        """Send a file's data of all keys to the servers; the file must have been checked."""
+        """Send a file's data for all keys to the servers; check the file first."""
 
         def read(key: Key, start: int, stop: int) -> SavedPiece:
             return saved.read(key, start, stop, optimizer)

@@ -1,13 +1,12 @@
 """Calls that all workers of a store make together.
 
-Every worker numbers its calls of this kind. When all workers have made a call, the directory
+Every worker numbers its joint calls. When all workers have made a call, the directory
 (``server/joint_calls.py``) has the deciding rank carry it out, and sends the result to the others.
 Runs on the caller's thread, which waits; work after an answer runs on the node's I/O thread.
 
 The optimizer is set on the servers and read back from there: any worker may set it and rank 0's
-call takes effect, so this worker's copy may be out of date.
-Calls that return futures may come from any thread; the others wait. Read next:
-``control_client.py``.
+call takes effect, so this worker's copy may be out of date. Calls that return futures may come from
+any thread; the others wait. Read next: ``control_client.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class JointCalls:
         return self._count
 
     def prepare(self, name: str, act: Callable[[], T]) -> T:
-        """Do this rank's own work before the call ``name``; all get its error."""
+        """Do this rank's own work before the call ``name``; all ranks get its error."""
         try:
             return act()
         except BaseException as error:
@@ -52,7 +51,7 @@ class JointCalls:
             raise
 
     def make(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, bytes]:
-        """Wait for all workers, then let the lowest rank ``act``; all get its error.
+        """Wait for all workers, then let the lowest rank ``act``; all ranks get its error.
 
         ``act`` gets the number of this call and returns the keys that it has deleted. Returns the
         number and the news for ``Servers.news_of``.
@@ -100,9 +99,9 @@ class DistOptimizer:
         self.known: Optimizer | None = None
         """The optimizer that this worker set or loaded last."""
         self.is_set = False
-        """Whether the servers have one for certain; its class may be unknown in this process."""
+        """Whether the servers surely have one; this process may not know its class."""
         self.num_calls = 0
-        """How many times it was set, as counted by this worker."""
+        """How many times it was set, by this worker's count."""
 
     @property
     def scope(self) -> str:

@@ -102,8 +102,8 @@ class DistCompression(StoreCompression):
     ) -> tuple[list[Bytes], bool]:
         """Return the data to send, and whether none of it is the caller's memory.
 
-        ``buffer(nbytes)`` returns memory for the encoded data. Raises ``ArgumentValueError`` for
-        NaN and infinity if a codec cannot encode them, before anything has changed.
+        ``buffer(nbytes)`` returns memory for the encoded data. If a codec cannot encode NaN or
+        infinity, raises ``ArgumentValueError`` for them before anything changes.
         """
         layouts = [self.layout(key) for key in keys.keys]
         typed = [source.view(spec.dtype) for source, spec in zip(sources, keys.specs, strict=True)]
@@ -126,7 +126,7 @@ class DistCompression(StoreCompression):
         return found, all(layout is not None for layout in layouts)
 
     def _check_known(self, keys: Sequence[Key], layouts: Sequence[_EncodedParts | None]) -> None:
-        """Raise ``UnknownKeyError`` if another thread has deleted a key meanwhile."""
+        """Raise ``UnknownKeyError`` if another thread has meanwhile deleted a key."""
         for key, layout in zip(keys, layouts, strict=True):
             entry = self._entries.get(key)
             if layout is not None and (entry is None or entry.first_part != layout.first_part):
@@ -181,7 +181,7 @@ class DistCompression(StoreCompression):
     # -- rules for servers -------------------------------------------------------------
 
     def rule_of(self, entry: KeyEntry) -> int:
-        """Return the number of a key's rule, or -1 without one."""
+        """Return the number of a key's rule, or -1 if it has no rule."""
         return self.compression.number_of(self.compression.rule_for(entry.key, entry.spec))
 
 

@@ -1,9 +1,9 @@
-"""Requests of a distributed store to servers and the directory, as futures.
+"""Requests of a distributed store to the servers and the directory, as futures.
 
 The control side of ``store.py``: keys, optimizers, states, statistics. Pushed and pulled values
 go through ``transfer.py`` instead. Calls may come from any thread; steps that follow an answer run
-on the node's I/O thread and never wait. The bodies of all requests are in
-``protocol/requests.py``.
+on the node's I/O thread and never wait. ``protocol/requests.py`` defines the bodies of all
+requests.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Servers:
         known: Mapping[Key, KeyEntry],
         coding: DistCompression | None,
     ) -> Future[None]:
-        """Put the first values on the servers, then inform the other ranks."""
+        """Put the initial values on the servers, then inform the other ranks."""
         asked: list[Future[Any]] = []
         dense, arrays = [], []
         for entry, value in zip(entries, values, strict=True):
@@ -142,8 +142,8 @@ class Servers:
                 dense.append(entry)
                 arrays.append(flat_bytes(value))
         entries = [entry for entry in entries if entry.key not in known]
-        # Parts that are created together are neighbours in a server's memory, so the groups are
-        # those of later messages.
+        # Parts that are created together are neighbours in a server's memory, so group them as
+        # later messages will.
         nbytes = sum(entry.spec.nbytes for entry in dense)
         for group in plan(dense, group_bytes(self._node.config, nbytes, by_tcp=False)):
             parts = pack_parts(part_entries(group, dense))
@@ -168,7 +168,7 @@ class Servers:
         return self._free(StoreCall.DELETE, entries)
 
     def close(self, entries: Iterable[KeyEntry]) -> Future[None]:
-        """Make the servers forget the store and these keys, which are all that it has."""
+        """Make the servers forget the store and these keys, which are all of its keys."""
         return self._free(StoreCall.CLOSE, entries)
 
     def _free(self, call: StoreCall, entries: Iterable[KeyEntry]) -> Future[None]:
@@ -182,9 +182,9 @@ class Servers:
     ) -> Future[bytes | None]:
         """Make a joint call; the result is None if this rank must carry it out.
 
-        That is known when all ranks have called. For the other ranks, the future completes when the
-        call has been carried out, with the news for ``news_of``. With ``error`` this rank cannot
-        take part, and the call fails for all ranks with that error.
+        That is known once all ranks have called. On the other ranks, the future completes when the
+        call has been carried out, with the news for ``news_of``. ``error`` says why this rank
+        cannot take part; the call then fails on all ranks with that error.
         """
         kind, text = ("", "") if error is None else describe(error)
         body = pack(self._number, self.mode, call, name, kind, text)
@@ -199,7 +199,7 @@ class Servers:
     def report(
         self, call: int, deleted: Sequence[Key] = (), error: BaseException | None = None
     ) -> Future[bytes]:
-        """Report that this rank has finished or failed; the result is the news."""
+        """Report that this rank has carried out a call or failed; the result is the news."""
         kind, text = ("", "") if error is None else describe(error)
         body = pack(self._number, call, list(deleted), kind, text)
         return self._ask_directory(DirectoryCall.DONE_TOGETHER, body, "the directory")
@@ -215,9 +215,9 @@ class Servers:
     def set_compression(
         self, plain: Sequence[Any], entries: Iterable[KeyEntry], coding: DistCompression | None
     ) -> Future[None]:
-        """Set the encoding of these keys on all servers; ``coding`` None: no encoding.
+        """Set the encoding of these keys on all servers; without ``coding``, remove it.
 
-        ``plain`` are its rules. Nothing may be in flight on any worker; all servers check that
+        ``plain`` has its rules. Nothing may be in flight on any worker; all servers check that
         before one of them changes anything.
         """
         rows = [
@@ -238,8 +238,8 @@ class Servers:
     def set_optimizer(self, plain: Sequence[Any], call: int) -> Future[None]:
         """Set the optimizer if this rank decides, otherwise have the directory compare it.
 
-        ``plain`` is the result of ``to_plain``. All servers check the optimizer before one of them
-        changes anything: either all of them use it or none.
+        ``plain`` is the result of ``to_plain``. All servers check the optimizer before any of them
+        changes anything, so either all of them use it or none.
         """
         if not self.decides:
             body = pack(self._number, self.mode, call, plain)
@@ -313,7 +313,7 @@ class Servers:
     ) -> None:
         """Send the data that ``read`` returns for these keys: states, counts, any values.
 
-        If a file lacks the master weights, empty frames are sent, and the servers compute them.
+        If a file lacks the master weights, send empty frames; the servers then compute them.
         """
         empty = np.empty(0, np.uint8)
         states_of = cache(partial(state_dtypes, optimizer))
@@ -367,7 +367,7 @@ class Servers:
     # -- rows --------------------------------------------------------------------------
 
     def pages(self, home: RowPlacement) -> RowPages:
-        """Return the access to the rows of a row-sparse key or of a table."""
+        """Return access to the rows of a row-sparse key or of a table."""
         return RowPages(self._ask_server, home)
 
     def page_rows(self, entry: KeyEntry) -> int:
@@ -380,9 +380,9 @@ class Servers:
     def make_table(
         self, parts: Sequence[int], settings: Sequence[Any], optimizer: Sequence[Any]
     ) -> Future[Any]:
-        """Create a table's share on each server, or none of them.
+        """Create a table's share on every server, or on none of them.
 
-        ``optimizer`` is a result of ``to_plain``, or empty without one.
+        ``optimizer`` is a result of ``to_plain``, or empty if the table has no optimizer.
         """
         begin = [self._number, self._synchronous]
         bodies = [
@@ -418,7 +418,7 @@ class Servers:
 
 
 def _rules(group: Group, entries: Sequence[KeyEntry], coding: DistCompression | None) -> list[int]:
-    """Return the compression rule of each part of a group; -1 without one."""
+    """Return the number of each part's compression rule; -1 for a part without a rule."""
     if coding is None:
         return [-1] * len(group.parts)
     return [coding.rule_of(entries[piece.position]) for piece in group.slices]

@@ -1,10 +1,10 @@
 """The sums of ``dist_device_sync``: computed on a GPU, then copied to the host.
 
-All keys of a call are added in a few launches. Finished blocks are copied from the GPU while later
-ones are added, directly to the memory that is sent, if that can be page-locked. Nothing here sends
-data; it only remembers which memory is page-locked. Any thread may call. ``store.py`` imports it
-for stores that add on devices. Read next: ``arrays/gpu/sums.py``, then ``transfer.py``, which
-sends.
+A few kernel launches add the values of all keys of a call. Finished blocks are copied from the GPU
+while later blocks are added, directly to the memory that is sent if that can be page-locked. This
+module sends nothing; it only remembers which memory is page-locked. Any thread may call it.
+``store.py`` imports it for stores that add on devices. Read next: ``arrays/gpu/sums.py``, then
+``transfer.py``, which sends the sums.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sums_of(
     """Add up each key's values, on the device of its first value.
 
     ``rows`` has the arrays of each key, of any libraries on any devices, in the shape and dtype
-    of its spec; they are only read, before the call returns. Keys with the same GPU, dtype and
+    of its spec; the call only reads them, before it returns. Keys with the same GPU, dtype and
     number of values are fused: their sums follow each other in memory from ``buffer``, and
     ``is_pinned`` returns whether that memory is page-locked. A single value on the host is not
     copied.
@@ -66,9 +66,9 @@ def sums_of(
 class PinnedMemory:
     """Page-locks the memory of buffers, each segment once.
 
-    ``whole_of`` returns the segment of a buffer: (address, bytes, owner), where the owner keeps
-    it mapped; None if it is unknown. ``lock`` locks a segment until its owner is deleted; it
-    returns False if it cannot. Any thread may call.
+    ``whole_of`` returns the segment of a buffer as (address, bytes, owner), where the owner keeps
+    it mapped, or None if the segment is unknown. ``lock`` locks a segment until its owner is
+    deleted; it returns False if it cannot. Any thread may call.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PinnedMemory:
             return self._is_locked[owner]
 
 
-#: One for the process: stores of a node share its memory, which can be locked only once.
+#: One for the process: the stores of a node share its memory, which can be locked only once.
 _pinned = PinnedMemory(Postoffice.whole_of)
 
 
@@ -109,7 +109,7 @@ def _fused(
     groups: dict[tuple[Context, Kernel], list[int]] = {}
     for (_, dtype, num_copies), indices in alike.items():
         kernel = kernel_of(dtype, num_copies, "sum")
-        if kernel is not None:  # signed and unsigned integers have the same
+        if kernel is not None:  # signed and unsigned integers share one
             groups.setdefault((homes[indices[0]], kernel), []).extend(indices)
     return groups
 

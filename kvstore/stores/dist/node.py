@@ -1,12 +1,12 @@
-"""The node of this process, made from DMLC_* and shared by all its stores.
+"""The node of this process, made from DMLC_* and shared by all stores in it.
 
 A process has one such node because it has one environment. The node joins the cluster when the
 first distributed store is created and leaves when the interpreter ends, so that a notebook can
 close its stores and create others.
 
 ``Waiter`` makes callers of a distributed store wait, and reports long waits. It runs on the
-caller's thread. A wait ends with the value or the error of its future, which the node completes in
-any case; a limit of the call or PS_STALL_TIMEOUT ends it sooner.
+caller's thread. A wait ends with the value or the error of its future; the node always completes
+the future. A time limit of the call, or PS_STALL_TIMEOUT, ends the wait sooner.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LONGEST_PAUSE_S = 60.0
 
 
 _MOST_REPORTS = 3
-"""An error has at most this many sentences about rounds that lack workers."""
+"""An error has at most this many sentences about rounds with missing workers."""
 
 
 class Waiter:
@@ -75,7 +75,7 @@ class Waiter:
     def check(self) -> None:
         """Raise ``UsageError`` on threads that must not wait.
 
-        It is called before a call has any effect.
+        Callers check this before a call has any effect.
         """
         self._node.io_queue.check_process()
         if self._node.io_queue.is_io_thread:
@@ -94,12 +94,12 @@ class Waiter:
     ) -> Any:
         """Return the future's value, or its error.
 
-        After PS_STALL_REPORT, and repeatedly from then on, it reports the missing answers. Raises
+        Reports the missing answers after PS_STALL_REPORT, and repeatedly from then on. Raises
         ``DeadlineError`` after ``timeout_s``, by default PS_STALL_TIMEOUT if that is set; the call
         stays in flight. ``began_s`` is the time on the monotonic clock when the caller began to
-        wait, for this and other futures. ``is_limited``: whether the limit comes from the caller,
-        who may continue after it; by default, whether there is a ``timeout_s``. A wait without such
-        a limit ends with a ``DeadlockError`` if no worker can end it any more.
+        wait for this and other futures. ``is_limited`` says whether the limit comes from the
+        caller, who may continue after it; by default, whether ``timeout_s`` is given. A wait
+        without such a limit ends with a ``DeadlockError`` once no worker can end it any more.
         """
         if future.done():
             return future.result(0)

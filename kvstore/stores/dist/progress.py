@@ -1,11 +1,11 @@
 """The progress of a worker for reports: steps, samples and time spent waiting.
 
 ``Trainer`` and ``FeedForward.fit`` call ``note_step`` when a step is done, with its number of
-samples. For a script that pushes and pulls by itself, rounds are counted: the pushes of the key
-that is pushed most. Stores record their waits (``node.py``). All this costs less than a microsecond
-in a step; rates are computed when a report is requested (``pslite/node/report.py``), on the node's
-I/O thread. Each node has one ``StoreProgress``, shared by its stores. Counts come from callers'
-threads, without a lock; a lost count does no harm.
+samples. If a script pushes and pulls by itself, its rounds are counted instead: the pushes of the
+key that it pushes most. Stores record their waits (``node.py``). All this costs less than a
+microsecond per step. The node's I/O thread computes rates when a report is requested
+(``pslite/node/report.py``). Each node has one ``StoreProgress``, shared by its stores. Callers'
+threads count without a lock; a lost count does no harm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pslite import Future, Postoffice
 from pslite.errors import DeadlockError
 from pslite.wire.survey import LEAST_WAIT_S, Progressed, Wait
 
-#: Rates are computed over this many marks, which are at least this far apart.
+#: Rates are computed over ``_MARKS`` marks, which are at least ``_MARK_S`` apart.
 _MARKS = 10
 _MARK_S = 1.0
 _MOST_SAMPLES = 1e18
@@ -47,14 +47,14 @@ class StoreProgress:
         self._began_at = clock()
         self._rounds = self._steps = 0
         self._samples = self._waited_s = 0.0
-        #: How many times each key was pushed; a call with several keys counts for its first.
+        #: How many times each key was pushed; a call with several keys counts for its first key.
         self._pushes: dict[tuple[int, Key], int] = {}
         self._most_pushes = 0
-        #: Replaced and never changed: another thread reads it.
+        #: Replaced, never modified, since another thread reads it.
         self._marks: tuple[_Mark, ...] = ()
         self._stepped_at = 0.0
-        #: Thread -> when its wait began, the awaited future, and the future that ends the wait:
-        #: None until the wait is long, and for a wait with a limit.
+        #: Thread -> when its wait began, the awaited future, and the future that ends the wait
+        #: (None until the wait is long, and for a wait with a limit).
         self._waits: dict[int, tuple[float, Future[Any], Future[None] | None]] = {}
         self._num_long_waits = 0
         #: Returns whether threads other than these may act on a store.
@@ -65,13 +65,13 @@ class StoreProgress:
     def step(self, samples: float = 0) -> None:
         """Record a finished step of training, with this worker's number of samples."""
         if not self._steps:
-            self._marks = ()  # they counted rounds
+            self._marks = ()  # the old marks counted rounds
         self._steps += 1
         self._samples += samples
         self._mark(self._steps)
 
     def pushed(self, store: int, key: Key) -> None:
-        """Record the push of a call whose first key is this."""
+        """Record a call that pushes; ``key`` is its first key."""
         which = store, key
         count = self._pushes[which] = self._pushes.get(which, 0) + 1
         if count > self._most_pushes:

@@ -37,8 +37,8 @@ class HeldPart(NamedTuple):
 
     num_updates: int
     columns: list[Ids]
-    """The ids of its rows, sorted; for a table also their touch times, and the marks since which
-    they have not changed."""
+    """The ids of its rows, sorted; for a table also the touch time of each row, and the mark since
+    which it has not changed."""
 
 
 class RowPages:
@@ -100,7 +100,7 @@ class RowPages:
     def read(
         self, ids: Ids, dtypes: Sequence[np.dtype[Any]], wait: Wait, *, with_states: bool
     ) -> tuple[Flags, list[RowValues]]:
-        """Return which of these different ids have rows, and arrays of values and states.
+        """Return which of these distinct ids have rows, and arrays of values and states.
 
         ``dtypes`` are the dtypes of the arrays, values first. Rows that do not exist are not set.
         """
@@ -130,7 +130,7 @@ class RowPages:
     def begin(
         self, *fields: Any, frames: Sequence[Sequence[Any]] | None = None
     ) -> Future[list[Reply]]:
-        """Begin to replace the stored rows by those of a file."""
+        """Begin to replace the stored rows with those of a file."""
         return self.ask_each(StoreCall.BEGIN_ROWS, list(fields), frames=frames)
 
     def write(self, columns: Sequence[np.ndarray[Any, Any]]) -> Future[list[Reply]]:
@@ -163,7 +163,7 @@ def create_rows(
 
         def fill(reply: Reply) -> Future[Any]:
             (needs_rows,) = unpack(reply.body, bool)
-            # Each server needs its own array, from which the rows are sent.
+            # Each server's rows are sent from an array of their own.
             rows = np.ascontiguousarray(values[share.at])
             return write(rows, 0) if needs_rows else completed(None)
 

@@ -107,7 +107,7 @@ class RowCalls:
 
 
 class Pulled:
-    """A pull in flight of whole values, for row-sparse keys or arrays."""
+    """A pull of whole values in flight, for row-sparse keys or arrays."""
 
     def __init__(self, outs: Mapping[Key, Sequence[Array]]) -> None:
         self._outs = outs
@@ -147,15 +147,15 @@ def _fill(outs: Sequence[Array], ids: Any, rows: RowValues, spec: KeySpec) -> No
 class PulledRows:
     """A ``row_sparse_pull`` in flight.
 
-    The rows are received into the first suitable array of those with the same ids: one with the
-    key's dtype that gets each row once, in order of ids.
+    Of the arrays with the same ids, the first receives the rows if it is suitable: it has the key's
+    dtype and gets each row once, in order of ids.
     """
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted
         self.operations: list[Operation] = []
         self.results: list[Any] = [each.out for each in wanted]
-        """The filled array of each request in ``wanted``: the caller's, or a new one."""
+        """The array to fill for each request in ``wanted``: the caller's, or a new one."""
         landings: dict[tuple[Key, int], RowDestination] = {}
         self._landing_of: list[RowDestination] = []
         self._is_there: list[bool] = []
@@ -201,7 +201,7 @@ def _spread(rows: RowValues, wanted: Wanted, out: Array) -> None:
     places = np.searchsorted(wanted.unique, wanted.ids)
     into = plain_rows(out, wanted.spec)
     if into is not None:
-        # With "raise", NumPy would take the rows into a buffer of its own first.
+        # With mode "raise", NumPy would first copy the rows into its own buffer.
         np.take(rows, places, axis=0, out=into, mode="clip")
     else:
         adapter_for(out).assign(rows[places].reshape(*wanted.shape, *row_shape), out)

@@ -3,10 +3,10 @@
 Rows of a row-sparse key or of a growing table are split by part (``RowPlacement``); rows of a dense
 key are cut at the borders of its parts (``sparse/partition.py``). Pushed rows are copied once, into
 the memory that is sent; pulled rows are received directly into the caller's memory. A push goes to
-all parts, even those without any of its rows, since a round is complete when every worker has
-contributed; a pull goes only to the parts that have its rows. The data plane handles rounds, order
+all parts, even those without any of its rows, since a round is complete only when every worker has
+contributed. A pull goes only to the parts that have its rows. The data plane handles rounds, order
 and delivery. Calls may come from any thread; the node's I/O thread copies received values. Nothing
-here waits. Read next: ``sparse.py`` and ``tables.py``, which use it.
+here waits. Read next: ``sparse.py`` and ``tables.py``, which use this module.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class RowPlacement(NamedTuple):
     """The name of the key or table, for errors."""
     targets: Sequence[RowTarget]
     width: int
-    """The numbers in a row."""
+    """How many numbers a row has."""
     dtype: np.dtype[Any]
     split: Callable[[Ids], list[Share]]
-    """Splits different ids by part; ids of a key must be sorted."""
+    """Splits distinct ids by part; ids of a key must be sorted."""
 
     @property
     def row_bytes(self) -> int:
@@ -155,7 +155,7 @@ class ReceivedRows:
         return sum(array.nbytes for array in (*self._ids, *self._rows))
 
     def sorted(self) -> Contribution:
-        """Return all rows, sorted by id, after all have arrived."""
+        """Return all rows, sorted by id; call this when all have arrived."""
         if len(self._ids) == 1:
             return Contribution(self._ids[0], self._rows[0])
         spec = self.entry.spec
@@ -210,7 +210,7 @@ class RowExchange:
         items = [item for each in held for item in _wanted_held(each, self._most_bytes)]
         operation = self.begin(keys, items, priority, versions)
 
-        def count(_: Any) -> None:  # a statistic: a lost count between threads does no harm
+        def count(_: Any) -> None:  # only a statistic: a lost count does no harm
             self._exchange.counters["bytes_pulled"] += sum(each.nbytes for each in held)
 
         operation.future.on_done(count)
@@ -369,7 +369,7 @@ class _CutRows(NamedTuple):
     ids: Ids
     """The ids, counted within the part."""
     span: slice
-    """The range of their numbers in the flat rows of the list."""
+    """The range of their values in the flat rows of the list."""
 
 
 def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_CutRows]:

@@ -1,13 +1,12 @@
 """Growing tables of distributed stores: ``create_table`` of dist_sync, dist_async.
 
-Each server has one share of a table, which is a part on the data plane, with the ids that
-``shares_of`` assigns to it. ``sparse_transfer.py`` transfers the rows like those of row-sparse
-keys, so rounds, order and delivery are the same as for all keys. Calls that change a whole table
-(creating, closing, setting its optimizer) are made by all workers, in the same order and with the
-same arguments; the lowest rank sends the requests to the servers. For paths, only the file names
-must be equal: the lowest rank's path is used, and its directory may differ on other hosts. Public
-calls may come from any thread except the node's I/O thread. Read next: ``server/rows.py``, the
-servers' side.
+Each server has one share of a table: a part on the data plane, with the ids that ``shares_of``
+assigns to it. ``sparse_transfer.py`` transfers the rows like those of row-sparse keys, so rounds,
+order and delivery are the same as for all keys. All workers make the calls that change a whole
+table (creating, closing, setting its optimizer), in the same order and with the same arguments; the
+lowest rank sends the requests to the servers. Of paths, only the file names must be equal: the
+lowest rank's path is used, and the directory may differ on other hosts. Public calls may come from
+any thread except the node's I/O thread. Read next: ``server/rows.py``, the servers' side.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class StoreCalls(NamedTuple):
     wait_for_values: Callable[[Operation], None]
     settle: Callable[[], None]
     meet: Callable[[str, Callable[[int], Sequence[Key]]], tuple[int, Any]]
-    """Has the lowest rank do something when all have called; also returns the call's number."""
+    """Has the lowest rank act once all ranks have called; also returns the call's number."""
     keep_to_window: Callable[[KeyList], None]
     note_error: Callable[[Future[None]], None]
     is_closed: Callable[[], bool]
@@ -105,15 +104,15 @@ class DistTables(StoreTables["DistTable"]):
             )
 
     def parts_of(self, call: int) -> range:
-        """Return a table's parts by the number of the call that created it.
+        """Return a table's parts, one for each server.
 
-        There is one for each server.
+        ``call`` is the number of the call that created the table.
         """
         first = FIRST_PART + (self.servers.number * _MOST_CALLS + call) * self.num_shares
         return range(first, first + self.num_shares)
 
     def together(self, name: str, act: Callable[[int], None]) -> int:
-        """Have the lowest rank ``act`` with the call's number, when all have called.
+        """Have the lowest rank ``act`` with the call's number once all ranks have called.
 
         Returns that number.
         """
@@ -187,12 +186,12 @@ class DistTable(Table):
         rows = out if inverse is None else np.empty((len(unique), self.dim), self.dtype)
         kind = RowPayloadKind.WANTED if touches else RowPayloadKind.LOOK
         self._owner.store.wait_for_values(self.begin_pull(unique, rows, kind))
-        self._owner.store.check()  # raises if an earlier push failed, since the rows lack it
+        self._owner.store.check()  # raises if an earlier push failed: the rows lack it
         if inverse is not None:
             np.take(rows, inverse, axis=0, out=out, mode="clip")
 
     def begin_pull(self, ids: Ids, into: RowValues, kind: RowPayloadKind) -> Operation:
-        """Begin to pull the rows of different ids into an array. Any thread may call it."""
+        """Begin to pull the rows of distinct ids into an array. Any thread may call it."""
         most_bytes = self._owner.node.config.max_message_bytes
         items = list(wanted(self._home, ids, into, most_bytes, kind))
         return self._owner.rows.begin(self._keys, items, 0, {})
@@ -205,7 +204,7 @@ class DistTable(Table):
         send().future.on_error(self._owner.store.note_error)
 
     def begin_push(self, ids: Ids, rows: RowValues) -> Operation:
-        """Begin to push copies of gradients of different ids. Any thread may call it."""
+        """Begin to push copies of gradients of distinct ids. Any thread may call it."""
         return self._prepare_push(ids, rows)()
 
     def _prepare_push(self, ids: Ids, rows: RowValues) -> Callable[[], Operation]:
@@ -251,7 +250,7 @@ class DistTable(Table):
 
 
 def _different(ids: Ids) -> tuple[Ids, Ids | None]:
-    """Return the ids without repetition, and each id's index there (None: all differ)."""
+    """Return the distinct ids, and each id's index among them (None: all differ)."""
     if not len(ids):
         return ids, None
     unique, inverse = first_appearances(ids)
