@@ -7,23 +7,25 @@ lists all optimizers with their formulas. Read next: ``base.py``.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
-from kvstore.optimizer import contrib
-from kvstore.optimizer.adam import Adam, Adamax, AdamW, Nadam
-from kvstore.optimizer.adaptive import AdaDelta, AdaGrad, RMSProp
-from kvstore.optimizer.base import Optimizer, create, register
-from kvstore.optimizer.contrib import GroupAdaGrad
-from kvstore.optimizer.ftrl import FTML, Ftrl
-from kvstore.optimizer.layerwise import LAMB, LARS, LBSGD
+from kvstore.optimizer.base import MODULES, Optimizer, create, register
 from kvstore.optimizer.parameters import Number
 from kvstore.optimizer.schedule import Schedule
 from kvstore.optimizer.serialize import from_plain, to_plain
-from kvstore.optimizer.sgd import DCASGD, NAG, SGD, SGLD, SignSGD, Signum, Test, TorchSGD
 from kvstore.optimizer.updater import Updater, get_updater
 
-ccSGD = SGD  # noqa: N816
-"""MXNet's older name for SGD."""
+if TYPE_CHECKING:  # these are imported on first use
+    from kvstore.optimizer import contrib as contrib
+    from kvstore.optimizer.adam import Adam, Adamax, AdamW, Nadam
+    from kvstore.optimizer.adaptive import AdaDelta, AdaGrad, RMSProp
+    from kvstore.optimizer.contrib import GroupAdaGrad
+    from kvstore.optimizer.ftrl import FTML, Ftrl
+    from kvstore.optimizer.layerwise import LAMB, LARS, LBSGD
+    from kvstore.optimizer.sgd import DCASGD, NAG, SGD, SGLD, SignSGD, Signum, Test, TorchSGD
+
+    ccSGD = SGD  # noqa: N816
 
 __all__ = [
     "DCASGD",
@@ -61,9 +63,20 @@ __all__ = [
 ]
 
 
+_MXNET_NAMES = {"ccSGD": "SGD"}
+"""MXNet's older names -> the classes."""
+
+
 if not TYPE_CHECKING:  # a type checker would accept every name, misspelt ones too
 
     def __getattr__(name):
+        own = _MXNET_NAMES.get(name, name)
+        if own in MODULES:
+            module = importlib.import_module(f"{__name__}.{MODULES[own]}")
+            found = globals()[name] = getattr(module, own)
+            return found
+        if name == "contrib":
+            return importlib.import_module(f"{__name__}.contrib")
         from kvstore.errors.hints import missing
 
         raise missing("kvstore.optimizer", name, __all__)

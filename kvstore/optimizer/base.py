@@ -10,12 +10,14 @@ calls on their device. An optimizer of scope ``"element"`` may use only elementw
 since it gets a key in blocks.
 
 The decorator ``register`` fills the registry when a module that defines an optimizer is
-imported. Servers must import the module of a custom optimizer too.
+imported. The modules of this package are imported when one of their names is first used
+(``MODULES``). Servers must import the module of a custom optimizer too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -448,6 +450,48 @@ _Class = TypeVar("_Class", bound=type)
 
 _registry: dict[str, type[Optimizer]] = {}
 
+MODULES = {
+    "AdaDelta": "adaptive",
+    "AdaGrad": "adaptive",
+    "RMSProp": "adaptive",
+    "Adam": "adam",
+    "AdamW": "adam",
+    "Adamax": "adam",
+    "Nadam": "adam",
+    "FTML": "ftrl",
+    "Ftrl": "ftrl",
+    "GroupAdaGrad": "contrib",
+    "LAMB": "layerwise",
+    "LARS": "layerwise",
+    "LBSGD": "layerwise",
+    "DCASGD": "sgd",
+    "NAG": "sgd",
+    "SGD": "sgd",
+    "SGLD": "sgd",
+    "SignSGD": "sgd",
+    "Signum": "sgd",
+    "Test": "sgd",
+    "TorchSGD": "sgd",
+}
+"""The optimizers of this package -> the module of each, which is imported when it is first used.
+
+To define all of them costs a process 60 ms, and most train with one.
+"""
+
+_OWN_NAMES = {name.lower(): name for name in MODULES}
+
+
+def find(name: str) -> type[Optimizer] | None:
+    """Return the optimizer class that is registered as ``name``, or None."""
+    if name not in _registry and name in _OWN_NAMES:
+        importlib.import_module(f"kvstore.optimizer.{MODULES[_OWN_NAMES[name]]}")
+    return _registry.get(name)
+
+
+def known_names() -> list[str]:
+    """Return the names of all optimizers, sorted."""
+    return sorted({*_OWN_NAMES, *_registry})
+
 
 def register(klass: _Class) -> _Class:
     """Register an optimizer class under its lower-case name; used as a decorator.
@@ -460,9 +504,10 @@ def register(klass: _Class) -> _Class:
     if not isinstance(klass, type):
         raise ArgumentTypeError(f"register needs a class, got {klass!r}")
     name = klass.__name__.lower()
-    if issubclass(klass, ScriptedOptimizer) and name not in _registry:
+    if issubclass(klass, ScriptedOptimizer) and find(name) is None:
         register_scripted(klass)
         return klass
+    find(name)  # so that a name of this package is taken before its module is imported
     register_in(_registry, klass, name, "optimizer")
     # A frozen dataclass has its own versions of these, but their error says only "frozen".
     klass.__setattr__ = _refuse_to_set  # type: ignore[assignment, method-assign]
@@ -479,14 +524,14 @@ def create(name: str, **params: Any) -> Optimizer:
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"an optimizer's name must be a string, got {name!r}")
-    cls = _registry.get("sgd" if name.lower() == "ccsgd" else name.lower())
+    cls = find("sgd" if name.lower() == "ccsgd" else name.lower())
     scripted = create_scripted(name, params) if cls is None else None
     if scripted is not None:
         return scripted  # type: ignore[return-value]
     if cls is None:
         raise UnknownOptimizerError(
-            f"no optimizer is named {name!r}; known: {', '.join(sorted(_registry))}"
-            f"{did_you_mean(name.lower(), _registry)}"
+            f"no optimizer is named {name!r}; known: {', '.join(known_names())}"
+            f"{did_you_mean(name.lower(), known_names())}"
         )
     made: Optimizer = build(cls, params)
     return made

@@ -3,7 +3,8 @@
 ``to_plain`` returns lists, dicts with string keys, strings, numbers and None, which JSON and
 msgpack can encode. ``from_plain`` makes an equal optimizer from them, with the classes in this
 process's registry. It does not trust its input: for any input it returns an optimizer or raises
-one of the errors that it documents. It imports and evaluates nothing. Pure; any thread may call.
+one of the errors that it documents. It evaluates nothing, and imports nothing but this package's
+optimizers. Pure; any thread may call.
 Read next: ``parameters.py``, which checks the numbers.
 
 An optimizer is ``[name, {parameter: value}]`` with all of its parameters. A schedule among
@@ -82,7 +83,7 @@ def to_plain(optimizer: Optimizer) -> list[Any]:
     Equal optimizers give equal data, with parameters in the same order. If the class of the
     optimizer or schedule is not registered, it raises ``UnknownOptimizerError``.
     """
-    if base._registry.get(optimizer.name) is not type(optimizer):
+    if base.find(optimizer.name) is not type(optimizer):
         raise UnknownOptimizerError(
             f"{type(optimizer).__name__} is not registered: put @kvstore.optimizer.register "
             "before the class"
@@ -117,9 +118,9 @@ def from_plain(data: Any) -> Optimizer:
         OptimizerParameterError: a parameter or schedule is unknown or invalid.
     """
     name, params = _split(data, "optimizer")
-    cls = base._registry.get(name)
+    cls = base.find(name)
     if cls is None:
-        known = ", ".join(sorted(base._registry))
+        known = ", ".join(base.known_names())
         raise UnknownOptimizerError(f"no optimizer is named {name!r} (known: {known}); {HINT}")
     made: Optimizer = build(cls, {key: _value(key, item, 1) for key, item in params.items()})
     return made

@@ -18,13 +18,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
 from pslite.errors import ProtocolError, UsageError
 from pslite.ids import NodeInfo
-from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Natural, Naturals, Nodes, Texts
+from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
 
 VERSION = 5
 MAX_HEADER_BYTES = 16 << 20
@@ -42,7 +42,7 @@ _ENVELOPE_FIELDS = 10
 Buffer = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Envelope:
     """The envelope of every message."""
 
@@ -136,22 +136,22 @@ def _unpack_time(field: Any) -> float:
     return field
 
 
-#: Annotation of a field -> the function that unpacks it.
-_UNPACKERS: dict[Any, Callable[[Any], Any]] = {
-    Ints: _unpack_ints,
-    Naturals: partial(_unpack_ints, is_natural=True),
-    Natural: _unpack_natural,
-    Texts: _unpack_texts,
-    Nodes: _unpack_nodes,
-    float: _unpack_time,
-    **{kind: partial(_exactly, kind) for kind in (bool, int, str, bytes)},
+#: Annotation of a field, as ``messages.py`` has it -> the function that unpacks it.
+_UNPACKERS: dict[str, Callable[[Any], Any]] = {
+    "Ints": _unpack_ints,
+    "Naturals": partial(_unpack_ints, is_natural=True),
+    "Natural": _unpack_natural,
+    "Texts": _unpack_texts,
+    "Nodes": _unpack_nodes,
+    "float": _unpack_time,
+    **{kind.__name__: partial(_exactly, kind) for kind in (bool, int, str, bytes)},
 }
 #: Annotation of a field -> the function that packs it, if msgpack cannot.
-_PACKERS: dict[Any, Callable[[Any], Any]] = {
-    Ints: _pack_ints,
-    Naturals: _pack_ints,
-    Texts: list,
-    Nodes: list,
+_PACKERS: dict[str, Callable[[Any], Any]] = {
+    "Ints": _pack_ints,
+    "Naturals": _pack_ints,
+    "Texts": list,
+    "Nodes": list,
 }
 
 
@@ -159,16 +159,17 @@ class _MessageLayout:
     """How one message type is packed; built once from its annotations."""
 
     def __init__(self, number: int, kind: type[Message]) -> None:
-        hints = typing.get_type_hints(kind, include_extras=True)
-        self._names = [field.name for field in dataclasses.fields(kind)]
-        kinds = [hints[name] for name in self._names]
+        fields = dataclasses.fields(kind)
+        self._names = [field.name for field in fields]
+        # Texts, since the module imports ``annotations`` from ``__future__``.
+        kinds = [cast("str", field.type) for field in fields]
         self.number = number
         self.kind = kind
         self._unpackers = [_UNPACKERS[each] for each in kinds]
         self._packers = [(at, _PACKERS[each]) for at, each in enumerate(kinds) if each in _PACKERS]
         #: Numbers and times that are also checked before sending: otherwise a message that
         #: receivers reject would be resent for ever.
-        self._bounded = [at for at, each in enumerate(kinds) if each in (float, Natural)]
+        self._bounded = [at for at, each in enumerate(kinds) if each in ("float", "Natural")]
         self._parallel = [self._names.index(name) for name in kind.PARALLEL]
 
     def fields(self, message: Message) -> list[Any]:

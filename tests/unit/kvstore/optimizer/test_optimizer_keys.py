@@ -13,10 +13,10 @@ import pytest
 from kvstore import optimizer as opt
 from kvstore.errors import OptimizerParameterError
 from kvstore.optimizer import Optimizer
-from kvstore.optimizer.base import _registry
+from kvstore.optimizer.base import MODULES, _registry
 from kvstore.optimizer.schedule import FactorScheduler, PolyScheduler, Schedule
 
-EVERY = sorted(name for name, cls in _registry.items() if cls.__module__.startswith("kvstore."))
+EVERY = sorted(name.lower() for name in MODULES)
 
 
 class TestRate:

@@ -17,13 +17,13 @@ from kvstore import optimizer as opt
 from kvstore.errors import OptimizerParameterError, UnknownOptimizerError
 from kvstore.optimizer import Optimizer
 from kvstore.optimizer import schedule as schedules
-from kvstore.optimizer.base import _registry
+from kvstore.optimizer.base import MODULES
 from kvstore.optimizer.schedule import ScaledScheduler
 from kvstore.optimizer.serialize import MAX_DEPTH, from_plain, to_plain
 from pslite.errors import ProtocolError
 from pslite.wire.codec import pack_value, unpack_value
 
-EVERY = sorted(name for name, cls in _registry.items() if cls.__module__.startswith("kvstore."))
+EVERY = sorted(name.lower() for name in MODULES)
 SCHEDULES: list[schedules.Schedule | None] = [
     None,
     schedules.FactorScheduler(step=5, factor=0.5, warmup_steps=2, warmup_mode="constant"),

@@ -24,7 +24,7 @@ from kvstore.errors import (
     UnknownOptimizerError,
     ValueMismatchError,
 )
-from kvstore.optimizer.base import Optimizer, _registry
+from kvstore.optimizer.base import MODULES, Optimizer, find
 from kvstore.sparse.sums import Contribution
 from kvstore.sparse.tables.ids import shares_of
 from kvstore.sparse.tables.settings import OVERHEAD_BYTES, checked_settings
@@ -34,9 +34,9 @@ from pslite.errors import ClosedError
 SGD = optimizer.create("sgd", learning_rate=1.0)
 #: Of this package, which tests may add to; those that need whole keys are no good for tables.
 BY_ELEMENT = sorted(
-    name
-    for name, cls in _registry.items()
-    if cls.__module__.startswith("kvstore.") and cls.scope == "element" and name != "test"
+    cls.name
+    for cls in (find(name.lower()) for name in MODULES)
+    if cls is not None and cls.scope == "element" and cls.name != "test"
 )
 ONES = np.ones((3, 2), np.float32)
 
