@@ -89,7 +89,7 @@ def write_checkpoint(
         directory.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise CheckpointError(
-            f"{directory} must be a directory or a new name, but it is a file"
+            f"{directory} must be a directory or a new name, but it is a file; choose another name"
         ) from None
     except OSError as error:
         raise CheckpointError(
@@ -295,7 +295,8 @@ class CheckpointReader(SavedStates):
             if found != spec:
                 has = "not in it" if found is None else f"{found.shape} of {found.dtype} in it"
                 raise CheckpointError(
-                    f"key {key!r} of the store is {spec.shape} of {spec.dtype}, and {has}"
+                    f"key {key!r} of the store is {spec.shape} of {spec.dtype}, and {has}; load it "
+                    "into a store with the same keys"
                 )
             self.check_kind(key, content)
         self._values.verify()

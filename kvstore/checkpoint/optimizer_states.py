@@ -277,7 +277,8 @@ class SavedStates(AbstractContextManager["SavedStates"]):
         if (content.rows is None) != (shape is None):
             kinds = ("dense", "row-sparse") if shape is None else ("row-sparse", "dense")
             raise CheckpointError(
-                f"key {key!r} is {kinds[0]} in {self.path}, but {kinds[1]} in this store"
+                f"key {key!r} is {kinds[0]} in {self.path}, but {kinds[1]} in this store; "
+                "init it as the file has it"
             )
 
     def _check_dtype(self, key: Key, dtype: np.dtype[Any], *, has_saved_master: bool) -> None:

@@ -114,7 +114,7 @@ class TopK(Pick):
         ids: Ids = payload[: self.ids_bytes(num_elements)].view(dtype)
         if len(ids) and not (ids[-1] < num_elements and (ids[1:] > ids[:-1]).all()):
             raise ProtocolError(
-                f"the ids of a topk payload must increase and be below {num_elements}"
+                f"the ids of a topk payload must increase and be below {num_elements}, got {ids}"
             )
         return ids
 

@@ -110,14 +110,17 @@ def checked_slices(slices: Sequence[slice], num_keys: int, num_servers: int) -> 
         UsageError: the slices do not assign every key to exactly one server.
     """
     if len(slices) != num_servers or not all(isinstance(part, slice) for part in slices):
-        raise UsageError(f"the slicer must return one slice for each of the {num_servers} servers")
+        raise UsageError(
+            f"the slicer must return one slice for each of the {num_servers} servers, got {slices}"
+        )
     plain = [slice(*part.indices(num_keys)) for part in slices]
     parts = sorted((part.start, part.stop) for part in plain if part.stop > part.start)
     ends = [0, *(stop for _, stop in parts)]
     starts = [*(start for start, _ in parts), num_keys]
     if starts != ends or any(part.step != 1 for part in plain):
         raise UsageError(
-            "the slicer must assign each key to exactly one server, as consecutive runs of keys"
+            "the slicer must assign each key to exactly one server, as consecutive runs of keys, "
+            f"got {slices} for {num_keys} keys"
         )
     return plain
 

@@ -177,7 +177,7 @@ class _MessageLayout:
         for index in self._bounded:
             if not 0 <= values[index] < math.inf:
                 name = f"{self.kind.__name__}.{self._names[index]}"
-                raise UsageError(f"{name} cannot be {values[index]}")
+                raise UsageError(f"{name} must be a finite number from 0, got {values[index]}")
         for index, pack in self._packers:
             values[index] = pack(values[index])
         return values

@@ -188,7 +188,9 @@ def _is_ipv6(text: str) -> bool:
 
 def _user(name: str) -> str:
     if not _USER_NAME.match(name):
-        raise _Mistake(f"'{name}' is not a valid user name")
+        raise _Mistake(
+            f"'{name}' is not a valid user name; it must start with a letter, digit, '.' or '_'"
+        )
     return name
 
 

@@ -41,7 +41,8 @@ def split_data(
             raise ArgumentTypeError(f"{name} must be an int, got {number!r}")
     if not 0 <= batch_axis < len(shape):
         raise ArgumentValueError(
-            f"batch_axis {batch_axis} is out of range for an array of shape {shape}"
+            f"batch_axis of an array of shape {shape} must be from 0 to {len(shape) - 1}, got "
+            f"{batch_axis}"
         )
     if num_slice < 1:
         raise ArgumentValueError(f"num_slice must be at least 1, got {num_slice}")

@@ -281,7 +281,7 @@ def classes_of(label: HostArray, pred: HostArray, axis: int) -> HostArray:
     elif -pred.ndim <= axis < pred.ndim:
         answers = pred.argmax(axis=axis).reshape(-1)
     else:
-        raise ArgumentValueError(f"predictions of shape {pred.shape} have no axis {axis}")
+        raise ArgumentValueError(f"predictions of shape {pred.shape} have no axis {axis}; pass the axis of the classes")
     if len(answers) != label.size:
         raise ArgumentValueError(
             f"predictions of shape {pred.shape} with classes on axis {axis} give {len(answers)} "
@@ -298,7 +298,7 @@ def probabilities(
     Raises ``ArgumentValueError`` unless there is one prediction for each label, with its class.
     """
     if not pred.ndim or not -pred.ndim <= axis < pred.ndim:
-        raise ArgumentValueError(f"predictions of shape {pred.shape} have no axis {axis}")
+        raise ArgumentValueError(f"predictions of shape {pred.shape} have no axis {axis}; pass the axis of the classes")
     rows = numpy.moveaxis(pred, axis, -1).reshape(-1, pred.shape[axis])
     if len(rows) != label.size:
         raise ArgumentValueError(

@@ -6,8 +6,9 @@ following pull of the same key become one exchange, and small keys share message
 first. Order is kept: a call that would overtake an earlier call of the same key goes into a later
 ``Mix``. The messages depend only on the ``Shape`` of the calls, so ``loads_of`` computes them once
 for a loop that repeats, and ``transfers_of`` then only adds the arrays. In such a loop, batches end
-at the same calls each time, unless a caller waits. Calls are collected on the caller's thread and
-become transfers on the I/O thread. Read next: ``transfer.py``.
+at the same calls each time, unless a caller waits or no call comes for some milliseconds. Calls are
+collected on the caller's thread and become transfers on the I/O thread. Read next:
+``transfer.py``, which decides when a batch is sent.
 """
 
 from __future__ import annotations

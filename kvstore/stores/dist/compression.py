@@ -130,7 +130,9 @@ class DistCompression(StoreCompression):
         for key, layout in zip(keys, layouts, strict=True):
             entry = self._entries.get(key)
             if layout is not None and (entry is None or entry.first_part != layout.first_part):
-                raise UnknownKeyError(f"the key {key!r} was deleted")
+                raise UnknownKeyError(
+                    f"the key {key!r} was deleted during the call; create it again by init"
+                )
 
     def _encode(self, key: Key, layout: _EncodedParts, values: Flat, memory: Bytes) -> None:
         chain = layout.chain

@@ -93,7 +93,8 @@ class RowPages:
         arrays = [np.frombuffer(frame, "<i8") for frame in reply.frames]
         if after and len(arrays[0]) and arrays[0][0] <= after[0]:
             raise ProtocolError(
-                f"{self.home.title}: a server sent an empty page before the end of the list of rows"
+                f"{self.home.title}: expected rows with ids above {after[0]}, got {arrays[0][0]} "
+                "first; the servers must have the same version as the workers"
             )
         return [array.astype(np.int64, copy=False) for array in arrays]
 

@@ -378,7 +378,7 @@ def _checked_groups(groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     if not all(isinstance(each, Tensor) for each in everything):
         raise ArgumentTypeError("groups must be a number, or lists of parameters")
     if len(set(everything)) < len(everything):
-        raise ArgumentValueError("a parameter may be in one of the groups only")
+        raise ArgumentValueError("a parameter is in several groups; put it into one of them")
     return found
 
 

@@ -463,7 +463,7 @@ def test_a_negative_number_that_counts_or_names_something_is_refused(
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), -float("inf")])
 def test_a_time_that_is_none_is_refused_on_both_sides(value: float) -> None:
-    with pytest.raises(UsageError, match=r"BarrierEnter\.timeout_s cannot be"):
+    with pytest.raises(UsageError, match=r"BarrierEnter\.timeout_s must be a finite number"):
         encode(surround(BarrierEnter(4, 1, value)))
     spoilt = header(BarrierEnter(4, 1, 0.0))
     spoilt[-1] = value
@@ -472,7 +472,7 @@ def test_a_time_that_is_none_is_refused_on_both_sides(value: float) -> None:
 
 
 def test_what_no_receiver_would_accept_is_not_sent() -> None:
-    with pytest.raises(UsageError, match=r"BarrierEnter\.group cannot be -1"):
+    with pytest.raises(UsageError, match=r"BarrierEnter\.group must be .* from 0, got -1"):
         encode(surround(BarrierEnter(-1, 1, 0.0)))
 
 

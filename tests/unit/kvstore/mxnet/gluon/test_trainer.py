@@ -752,8 +752,8 @@ def test_loaded_ndarrays_are_on_their_contexts() -> None:
         ((3,), "cannot be split evenly into 3"),
         ((11, 0, False), "leaves some of 11 slices empty"),
         ((0,), "num_slice must be at least 1"),
-        ((2, 2), "batch_axis 2 is out of range"),
-        ((2, -1), "batch_axis -1 is out of range"),
+        ((2, 2), "must be from 0 to 1, got 2"),
+        ((2, -1), "must be from 0 to 1, got -1"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_value_errors(arguments: Any, text: str) -> None:
