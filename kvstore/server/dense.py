@@ -9,7 +9,7 @@ no value is read or written while it is updated. Read next: ``part_table.py`` fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,9 @@ from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
 
 #: At most this many unused copies are kept, such as those of parts that are now pulled separately.
 _MAX_COPIES = 16
+
+_ALIGNMENT = 64
+"""A cache line: where arenas begin, except in the middle of a key."""
 
 
 class _ReadCopy(NamedTuple):
@@ -126,10 +129,12 @@ class DenseStores:
 
     def _init(self, incoming: Incoming) -> None:
         """Create parts with the values in the frames, one after the other."""
-        number, synchronous, table, rules = unpack(incoming.body, int, bool, list, list)
+        number, synchronous, table, rules, cuts = unpack(incoming.body, int, bool, list, list, list)
         entries = unpack_parts(table)
         if len(rules) != len(entries):
             raise unexpected(f"rules for {len(entries)} parts", rules)
+        if not all(type(cut) is int and cut > 0 for cut in cuts) or sum(cuts) != len(entries):
+            raise unexpected(f"numbers of parts of which the sum is {len(entries)}", cuts)
         sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
         pieces = cut(sizes, incoming.frames)
         store = self._store_of(number, synchronous)
@@ -137,11 +142,13 @@ class DenseStores:
         store.check_cuts(entries)
         # If a rank left half-way, the rank that replaces it finds some parts here; they stay.
         new = [index for index, entry in enumerate(entries) if entry.part not in self.parts]
-        for group in _same_dtype(entries, new):
+        groups = list(_arenas(entries, new, set(itertools.accumulate(cuts))))
+        memories = self._in_a_row([[entries[index] for index in group] for group in groups])
+        for group, memory in zip(groups, memories, strict=True):
             values = [bytes_of(pieces[index]) for index in group]
             mine = [entries[index] for index in group]
-            lane = self._numbers.shared(sum(map(len, values)))
-            arena = Arena(store, lane, mine, values, self._allocate)
+            lane = self._numbers.shared(len(memory))
+            arena = Arena(store, lane, mine, values, memory)
             for index, part in zip(group, arena.parts, strict=True):
                 part.set_rule(chosen[index])
                 self.parts.add(part)
@@ -158,6 +165,19 @@ class DenseStores:
         # The memory of these messages is free now: later values of processes on this machine
         # come through shared memory.
         self._late_return.ask()
+
+    def _in_a_row(self, groups: Sequence[Sequence[PartEntry]]) -> list[Flat]:
+        """Return memory for each group of parts: a key in several groups lies in one piece."""
+        starts, stop = [], 0
+        key: Any = None
+        for group in groups:
+            if group[0].key != key:
+                stop = -(-stop // _ALIGNMENT) * _ALIGNMENT
+            starts.append(stop)
+            stop += sum(entry.num_elements for entry in group) * group[0].dtype.itemsize
+            key = group[-1].key
+        whole = self._allocate(stop)
+        return [whole[start:end] for start, end in zip(starts, [*starts[1:], stop], strict=True)]
 
     def _set_compression(self, incoming: Incoming) -> None:
         """Set the compression; all workers have called it, and nothing is in flight."""
@@ -244,11 +264,13 @@ class DenseStores:
         return parts
 
 
-def _same_dtype(entries: Sequence[PartEntry], indices: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices in groups of consecutive entries with the same dtype."""
+def _arenas(
+    entries: Sequence[PartEntry], indices: Sequence[int], cuts: Collection[int]
+) -> Iterator[list[int]]:
+    """Yield the indices in groups of consecutive entries with one dtype, and without a cut."""
     group: list[int] = []
     for index in indices:
-        if group and entries[group[-1]].dtype != entries[index].dtype:
+        if group and (entries[group[-1]].dtype != entries[index].dtype or index in cuts):
             yield group
             group = []
         group.append(index)

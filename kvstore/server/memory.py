@@ -77,17 +77,18 @@ class Arena:
         lane: int,
         entries: Sequence[PartEntry],
         values: Sequence[Flat],
-        allocate: Callable[[int], Flat],
+        memory: Flat,
     ) -> None:
         """``values`` are the parts' first values as bytes; they are copied.
 
-        ``allocate(nbytes)`` gives the memory of the weights, which workers may read in place.
+        ``memory`` is that of the weights, which workers may read in place. Their views rely on
+        it that a part's value never moves.
         """
         dtype = entries[0].dtype
         nbytes = dtype.itemsize * sum(entry.num_elements for entry in entries)
         self.store = store
         self.lane = lane
-        self.weight: Flat = allocate(nbytes).view(dtype)
+        self.weight: Flat = memory[:nbytes].view(dtype)
         self.workspace = Workspace()
         self.parts: list[Part] = []
         #: How often its memory was written; a copy with the same number is up to date.

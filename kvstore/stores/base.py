@@ -167,6 +167,25 @@ class KVStore(WorkerCalls):
         """
 
     @abc.abstractmethod
+    def view(self, key: Keys) -> Any:
+        """Return a read-only array that shows each key's value where the store keeps it.
+
+        The value includes this worker's own pushes before the call. The array is valid until this
+        worker's next push of the key. ``pushpull`` and ``pushpull_async`` renew it if it is their
+        ``out``: then the new value is there when the call is done, and meanwhile it must not be
+        read. Any other push, ``delete``, ``load_checkpoint``, ``load_optimizer_states``,
+        ``set_gradient_compression`` and ``close`` end it: an array that is still in use keeps the
+        old value, for which it is copied, and is an ordinary read-only array from then on. Two
+        calls without a push between them return the same memory.
+
+        Nothing is copied in stores of one process, and in synchronous ones for keys of at least
+        64 KiB on one server of this machine; in other cases the array has memory of its own, which
+        ``view`` and ``pushpull`` fill. Returns an array of NumPy, or a list of them for a list of
+        keys. Raises ``UnknownKeyError``, and ``NotSupportedError`` for stores of type
+        ``dist_async``, whose values change at any time, for row-sparse keys and for keys on a GPU.
+        """
+
+    @abc.abstractmethod
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Update the stored values with ``optimizer`` at each push from now on.
 

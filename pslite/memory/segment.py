@@ -10,15 +10,21 @@ offered one. The peer maps it read-only.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import functools
 import hmac
 import mmap
 import os
 import secrets
 import stat
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
@@ -89,6 +95,78 @@ def map_segment(pid: int, ticket: Ticket) -> memoryview:
     Raises:
         OSError: it cannot be opened or does not match the ticket; the text is for a log.
     """
+    with _opened(pid, ticket) as fd:
+        memory = mmap.mmap(fd, ticket.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    return memoryview(memory)
+
+
+def map_copy_on_write(pid: int, ticket: Ticket, start: int, nbytes: int) -> Bytes:
+    """Map a range of a peer's segment so that this process may write to it.
+
+    The bytes are the peer's, also after the peer changes them. A page to which this process
+    writes becomes its own, see ``keep_values``. Raises ``OSError`` as ``map_segment`` does.
+    """
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    with _opened(pid, ticket) as fd:
+        mapping = _Mapping(fd, first, start + nbytes - first)
+    return np.asarray(mapping)[start - first :]
+
+
+def keep_values(memory: Bytes) -> None:
+    """Make this process the owner of memory from ``map_copy_on_write``, with its values now.
+
+    It no longer shows what the peer writes. Costs as much as a copy.
+    """
+    if len(memory):
+        one_of_each_page = memory[::PAGE_BYTES]
+        one_of_each_page[:] = one_of_each_page.copy()
+        memory[-1:] = memory[-1:].copy()
+
+
+class _Mapping:
+    """Private memory that begins as a range of a file.
+
+    Python's ``mmap`` would keep a descriptor open for each mapping, and a process may have
+    thousands of these.
+    """
+
+    __slots__ = ("__array_interface__", "_address", "_nbytes")
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        self._nbytes = 0
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        system = _system()
+        self._address = system.mmap(None, nbytes, protection, mmap.MAP_PRIVATE, fd, offset)
+        if self._address == ctypes.c_void_p(-1).value:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self._nbytes = nbytes
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (self._address, False),
+        }
+
+    def __del__(self) -> None:
+        if self._nbytes:
+            _system().munmap(self._address, self._nbytes)
+
+
+@functools.cache
+def _system() -> ctypes.CDLL:
+    """Return the C library with the types of the two functions that are called."""
+    found = ctypes.CDLL(None, use_errno=True)
+    size, number = ctypes.c_size_t, ctypes.c_int
+    found.mmap.argtypes = [ctypes.c_void_p, size, number, number, number, ctypes.c_long]
+    found.mmap.restype = ctypes.c_void_p
+    found.munmap.argtypes = [ctypes.c_void_p, size]
+    return found
+
+
+@contextmanager
+def _opened(pid: int, ticket: Ticket) -> Iterator[int]:
+    """Open a peer's segment; check that it is the one of the ticket."""
     path = f"/proc/{pid}/fd/{ticket.fd}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise OSError(f"{path} is not a shared memory segment")
@@ -100,10 +178,9 @@ def map_segment(pid: int, ticket: Ticket) -> memoryview:
             raise OSError(f"{path} must have {ticket.nbytes} bytes and a sealed size")
         if not hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0), ticket.nonce):
             raise OSError(f"{path} is another segment: its nonce differs")
-        memory = mmap.mmap(fd, ticket.nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        yield fd
     finally:
         os.close(fd)
-    return memoryview(memory)
 
 
 def _whole_pages(nbytes: int) -> int:

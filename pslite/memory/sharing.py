@@ -9,13 +9,13 @@ waits up to ``PATIENCE_S`` for the answer. A peer keeps a segment mapped until t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pslite.errors import ProtocolError
 from pslite.memory.heap import Heap
-from pslite.memory.segment import Ticket, map_segment
+from pslite.memory.segment import Bytes, Ticket, map_copy_on_write, map_segment
 from pslite.wire.messages import Ints, SegmentOffer, SegmentTaken
 
 MIN_SHARED_BYTES = 1024
@@ -29,6 +29,15 @@ _FIELDS = 4
 Frames = Sequence[Any]
 
 
+class _Window(NamedTuple):
+    """A segment of a peer, mapped read-only."""
+
+    memory: memoryview
+    address: int
+    pid: int
+    ticket: Ticket
+
+
 class Sharing:
     """The descriptors of one node: its own, and those of its peers."""
 
@@ -37,7 +46,7 @@ class Sharing:
         #: Peer -> the numbers of this node's segments that it has mapped.
         self._taken: dict[str, set[int]] = {}
         #: Peer -> the number of its segment -> the memory.
-        self._windows: dict[str, dict[int, memoryview]] = {}
+        self._windows: dict[str, dict[int, _Window]] = {}
         self._offered: dict[str, int] = {}
         #: Peer -> segment of this node without an answer -> when to stop waiting for the answer.
         self._awaited: dict[str, dict[int, float]] = {}
@@ -68,7 +77,8 @@ class Sharing:
             return SegmentTaken(offer.segment, False, f"{MAX_SEGMENTS} segments are mapped already")
         try:
             ticket = Ticket(offer.fd, offer.nbytes, offer.nonce)
-            windows[offer.segment] = map_segment(pid, ticket)
+            memory = map_segment(pid, ticket)
+            windows[offer.segment] = _Window(memory, _address(memory), pid, ticket)
         except (OSError, ValueError) as error:
             return SegmentTaken(offer.segment, False, f"{type(error).__name__}: {error}")
         return SegmentTaken(offer.segment, True, "")
@@ -133,8 +143,21 @@ class Sharing:
             return None
         if not frame.c_contiguous:
             return None  # the van rejects it with an error
-        address = np.frombuffer(frame, np.uint8).__array_interface__["data"][0]
-        return self._heap.find(address, frame.nbytes)
+        return self._heap.find(_address(frame), frame.nbytes)
+
+    def copy_on_write(self, peer: str, address: int, nbytes: int) -> Bytes | None:
+        """Map memory of ``peer``, which ``resolve`` returned, once more; see ``segment.py``.
+
+        From any thread. Returns None if the address is not in memory of the peer.
+        """
+        for window in list(self._windows.get(peer, {}).values()):
+            start = address - window.address
+            if start >= 0 and start + nbytes <= len(window.memory):
+                try:
+                    return map_copy_on_write(window.pid, window.ticket, start, nbytes)
+                except (OSError, ValueError):
+                    return None  # the peer has just ended
+        return None
 
     def resolve(self, peer: str, shared: Ints, frames: Frames) -> Frames:
         """Return all frames of a message in order, with descriptors replaced by memory.
@@ -155,7 +178,7 @@ class Sharing:
         for at in range(0, len(shared), _FIELDS):
             index, segment, offset, nbytes = shared[at : at + _FIELDS]
             window = windows.get(segment)
-            if window is None or offset < 0 or nbytes < 0 or offset + nbytes > len(window):
+            if window is None or offset < 0 or nbytes < 0 or offset + nbytes > len(window.memory):
                 raise ProtocolError(
                     f"segment {segment} is not mapped here at {offset} for {nbytes} bytes"
                 )
@@ -163,7 +186,12 @@ class Sharing:
                 raise ProtocolError(
                     f"descriptor of frame {index} is out of order after frame {last}"
                 )
-            resolved.insert(index, window[offset : offset + nbytes])
+            resolved.insert(index, window.memory[offset : offset + nbytes])
             last = index
         self.shared_bytes += sum(shared[3::_FIELDS])
         return resolved
+
+
+def _address(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role
+from pslite.memory.segment import Bytes, keep_values
 from pslite.memory.sharing import PATIENCE_S
 from pslite.node.links import Delivery
 from pslite.node.office import Office
@@ -58,6 +59,19 @@ class LocalPeers:
         """
         office = self._office
         return node in self.near and office.sharing.may_reach(office.membership.uids[node])
+
+    def copy_on_write(self, node: int, address: int, nbytes: int) -> Bytes | None:
+        """Map memory of a node on this machine once more, for this process to write to.
+
+        ``address`` is where a received frame begins. None for other memory. From any thread.
+        """
+        peer = self._office.membership.uids.get(node, "")
+        return self._office.sharing.copy_on_write(peer, address, nbytes)
+
+    @staticmethod
+    def keep_values(memory: Bytes) -> None:
+        """Make memory from ``copy_on_write`` this process's own; see ``memory/segment.py``."""
+        keep_values(memory)
 
     def arrived(self, peer: str, node: int, message: Message) -> None:
         """Handle one of ``MESSAGES``, from a node of the roster."""

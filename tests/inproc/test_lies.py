@@ -189,7 +189,7 @@ LIES: dict[StoreCall, tuple[bytes, list[bytes]]] = {
     StoreCall.DELETE: (pack(1, [0, 1]), []),
     StoreCall.CLOSE: (pack(1, [0, 1]), []),
     StoreCall.WRITE: (pack([0], [7], True), [np.full(4, 666.0).tobytes()]),
-    StoreCall.INIT: (pack(1, True, [[0, "w", True, 4, "<f8"]], [-1]), [bytes(32)]),
+    StoreCall.INIT: (pack(1, True, [[0, "w", True, 4, "<f8"]], [-1], [1]), [bytes(32)]),
     StoreCall.SET_OPTIMIZER: (pack(1, True, False, ["sgd", b"\x90"]), []),
 }
 

@@ -356,4 +356,32 @@ BUGS = [
         "*leaves, ordered=False",
         "tests/inproc/test_jax_trees.py::test_calls_in_a_jitted_function_keep_their_order",
     ),
+    Bug(
+        "a push does not end the views of its keys",
+        "kvstore/stores/dist/store.py",
+        "            self._views.end([*pushed.keys.keys, *pushed.sparse], renewed)\n",
+        "            pass\n",
+        "tests/inproc/test_store_views.py",
+    ),
+    Bug(
+        "a view that ends keeps the first page of its value only",
+        "pslite/memory/segment.py",
+        "one_of_each_page = memory[::PAGE_BYTES]",
+        "one_of_each_page = memory[:1]",
+        "tests/inproc/test_store_views.py",
+    ),
+    Bug(
+        "a key in several arenas does not lie in one piece",
+        "kvstore/server/dense.py",
+        "if group[0].key != key:\n                stop = -(-stop",
+        "if True:\n                stop = _ALIGNMENT + -(-stop",
+        "tests/inproc/test_store_views.py",
+    ),
+    Bug(
+        "a local store changes the memory of a view that was kept",
+        "kvstore/stores/local/values.py",
+        "            entry.set_weight(entry.weight.copy())\n\n    def _without_shown",
+        "            pass\n\n    def _without_shown",
+        "tests/unit/kvstore/stores/test_views.py",
+    ),
 ]

@@ -291,3 +291,30 @@ print("sum", array.min(), array.max())
     worker = job.worker(0, code)
     assert set(job.wait_all()) == {0}, job.output()
     assert worker.lines == ["UsageError True"] * 3 + ["sum 1.0 1.0"]
+
+
+def test_a_view_outlives_the_server_whose_memory_it_shows(make_job: MakeJob) -> None:
+    code = """
+from pslite.errors import NodeLostError
+kv = mx.kvstore.create("dist_sync")
+kv.init("w", np.zeros(100_000, np.float32))
+view = kv.view("w")
+kv.pushpull("w", np.ones(100_000, np.float32), out=view)
+print("shown", (view == 2).all(), flush=True)
+try:
+    kv.barrier()
+    while True:
+        kv.pull("w", out=view)
+except NodeLostError as error:
+    print(error.role, (view == 2).all(), flush=True)
+    os._exit(0)  # others that end too are not the subject
+"""
+    job = make_job(2, 1)
+    _, (server,) = job.service()
+    workers = job.workers(code)
+    for worker in workers:
+        worker.wait_for("shown")
+    server.send(signal.SIGKILL)
+    job.wait_all()
+    for worker in workers:
+        assert "server True" in worker.lines, job.output()

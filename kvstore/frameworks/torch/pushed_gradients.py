@@ -1,10 +1,11 @@
 """``PushedGradients``: pushes gradients to the servers and pulls the new weights.
 
 Neighbouring parameters are sent in one call, in the order in which ``backward`` reaches them. Calls
-for early layers are sent first (``priority``), since the next pass needs these first. Weights are
-written to the parameters' own memory. Embeddings with sparse gradients are row-sparse keys: their
-rows are pushed, and the rows that any worker has pushed are pulled. Runs on the threads of
-``backward``; ``wait`` waits. Read next: ``server_optimizer.py``.
+for early layers are sent first (``priority``), since the next pass needs these first. Large
+parameters move to views of the servers' weights (``KVStore.view``), so that servers on the same
+machine need not send them; the others get new weights in their own memory. Embeddings with sparse
+gradients are row-sparse keys: their rows are pushed, and the rows that any worker has pushed are
+pulled. Runs on the threads of ``backward``; ``wait`` waits. Read next: ``server_optimizer.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from kvstore.arrays.keys import Key
 from kvstore.frameworks.torch.tensors import array_of, fill
 from kvstore.sparse import RowSparseArray
 from kvstore.stores.dist.store import DistKVStore
+from kvstore.stores.dist.views import LEAST_MAPPED_BYTES
+from kvstore.stores.views import writable
 from pslite import Future
 from pslite.future import completed
 
@@ -66,6 +69,8 @@ class PushedGradients:
             rows = RowSparseArray(np.arange(len(whole)), whole, tuple(whole.shape))
             self._kv.init(self._keys[place], rows)
         self._pull_whole(range(len(self._keys)))
+        if self._is_synchronous:
+            self._move_to_views([place for place in dense if _may_move(self._weights[place])])
 
     def begin(self) -> None:
         """Begin a step."""
@@ -142,6 +147,12 @@ class PushedGradients:
             self._kv.pull(self._names(places), out=[self._weight(place) for place in places])
             self._count_versions(places)
 
+    def _move_to_views(self, places: Sequence[int]) -> None:
+        """Let parameters live on the memory in which new weights appear."""
+        if places:
+            for place, view in zip(places, self._kv.view(self._names(places)), strict=True):
+                self._weights[place].data = torch.from_numpy(writable(view))
+
     def _names(self, places: Sequence[int]) -> list[Key]:
         return [self._keys[place] for place in places]
 
@@ -188,6 +199,15 @@ def _in_memory(tensor: torch.Tensor) -> Any:
     if tensor.device.type == "cpu" and tensor.layout == torch.strided:
         return array_of(tensor)
     return tensor.detach()
+
+
+def _may_move(weight: torch.Tensor) -> bool:
+    """Return whether a weight is large and contiguous, on the CPU, of a dtype that NumPy has."""
+    is_on_host = weight.device.type == "cpu" and weight.layout == torch.strided
+    is_large = weight.numel() * weight.element_size() >= LEAST_MAPPED_BYTES
+    return (
+        bool(is_large and is_on_host and weight.is_contiguous()) and weight.dtype != torch.bfloat16
+    )
 
 
 def _ids_of(gradient: torch.Tensor | None) -> np.ndarray[Any, Any]:

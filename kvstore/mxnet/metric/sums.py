@@ -281,7 +281,7 @@ def classes_of(label: HostArray, pred: HostArray, axis: int) -> HostArray:
     elif -pred.ndim <= axis < pred.ndim:
         answers = pred.argmax(axis=axis).reshape(-1)
     else:
-        raise ArgumentValueError(f"predictions of shape {pred.shape} have no axis {axis}; pass the axis of the classes")
+        raise _wrong_axis(pred, axis)
     if len(answers) != label.size:
         raise ArgumentValueError(
             f"predictions of shape {pred.shape} with classes on axis {axis} give {len(answers)} "
@@ -298,7 +298,7 @@ def probabilities(
     Raises ``ArgumentValueError`` unless there is one prediction for each label, with its class.
     """
     if not pred.ndim or not -pred.ndim <= axis < pred.ndim:
-        raise ArgumentValueError(f"predictions of shape {pred.shape} have no axis {axis}; pass the axis of the classes")
+        raise _wrong_axis(pred, axis)
     rows = numpy.moveaxis(pred, axis, -1).reshape(-1, pred.shape[axis])
     if len(rows) != label.size:
         raise ArgumentValueError(
@@ -315,3 +315,10 @@ def probabilities(
         )
     chosen: HostArray = rows[numpy.arange(len(rows)), wanted]
     return chosen
+
+
+def _wrong_axis(pred: HostArray, axis: int) -> ArgumentValueError:
+    return ArgumentValueError(
+        f"axis must be one of the {pred.ndim} axes of predictions of shape {pred.shape}, got "
+        f"{axis}; pass the axis of the classes"
+    )

@@ -7,6 +7,7 @@ any thread except the node's I/O thread, on which only calls that return futures
 
 from __future__ import annotations
 
+import abc
 import builtins
 import itertools
 import math
@@ -156,6 +157,7 @@ class DistControl(KVStore):
 
         with self._exchange.changing_coding():
             self._settle()
+            self._end_views()
             self._together(f"set_gradient_compression({plain})", tell)
             self._exchange.set_coding(coding)
 
@@ -183,6 +185,7 @@ class DistControl(KVStore):
         for item in keys:
             self._table.spec(item)
         self._settle()
+        self._end_views(keys)
 
         def delete() -> Sequence[Key]:
             self._wait(self._servers.delete([self._exchange.entries[item] for item in keys]))
@@ -250,6 +253,7 @@ class DistControl(KVStore):
 
         self._check_may_wait()
         self._settle()
+        self._end_views()
         read = partial(read_residuals, self._exchange.coding, residuals)
         restore_residuals = self._joint_calls.prepare(name, read)
         entries = self._together(name, load)
@@ -351,6 +355,10 @@ class DistControl(KVStore):
             unfinished.then(lambda _: self._servers.meet(call, CLOSING)).then(free)
 
     # -- inside ------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _end_views(self, keys: Sequence[Key] | None = None) -> None:
+        """End the views of these keys (None: of all)."""
 
     def _specs(self, keys: Sequence[Key]) -> list[KeySpec]:
         return [self._table.spec(key) for key in keys]

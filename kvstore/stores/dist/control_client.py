@@ -36,7 +36,15 @@ from kvstore.protocol.requests import (
 )
 from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.dist.compression import DistCompression
-from kvstore.stores.dist.plan import Group, flat_bytes, group_bytes, part_entries, plan, views
+from kvstore.stores.dist.plan import (
+    Group,
+    flat_bytes,
+    group_bytes,
+    joined_by_keys,
+    part_entries,
+    plan,
+    views,
+)
 from kvstore.stores.dist.row_pages import RowPages, create_rows
 from kvstore.stores.dist.sparse_transfer import RowPlacement
 from pslite import Future, Postoffice, Role
@@ -143,13 +151,18 @@ class Servers:
                 arrays.append(flat_bytes(value))
         entries = [entry for entry in entries if entry.key not in known]
         # Parts that are created together are neighbours in a server's memory, so group them as
-        # later messages will.
+        # later messages will. Parts of one key come in one message, so that its value is stored in
+        # one piece, which views need.
         nbytes = sum(entry.spec.nbytes for entry in dense)
-        for group in plan(dense, group_bytes(self._node.config, nbytes, by_tcp=False)):
-            parts = pack_parts(part_entries(group, dense))
-            body = pack(self._number, self._synchronous, parts, _rules(group, dense, coding))
-            frames = [view.data for view in views(group, arrays)]
-            asked.append(self._ask_group(group, StoreCall.INIT, body, frames))
+        limit = group_bytes(self._node.config, nbytes, by_tcp=False)
+        groups = plan(dense, limit, keeps_keys_whole=True)
+        for together in joined_by_keys(groups, self._node.config.max_message_bytes):
+            cuts = [len(group.parts) for group in together]
+            parts = [entry for group in together for entry in part_entries(group, dense)]
+            rules = [rule for group in together for rule in _rules(group, dense, coding)]
+            body = pack(self._number, self._synchronous, pack_parts(parts), rules, cuts)
+            frames = [view.data for group in together for view in views(group, arrays)]
+            asked.append(self._ask_group(together[0], StoreCall.INIT, body, frames))
 
         def tell(kind: str, text: str) -> Future[bytes]:
             body = pack(self._number, [entry.key for entry in entries], kind, text)

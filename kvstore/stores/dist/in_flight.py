@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from ctypes import addressof, c_char
 from functools import partial
 from typing import Any
@@ -209,7 +209,7 @@ class Destination:
 
     def __init__(
         self,
-        memories: Sequence[Bytes],
+        memories: MutableSequence[Bytes],
         landed: Sequence[Array] = (),
         rest: Sequence[tuple[np.ndarray[Any, Any], Sequence[Array]]] = (),
     ) -> None:

@@ -24,6 +24,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _BYTE: np.dtype[np.uint8] = np.dtype(np.uint8)
 
+NOWHERE: Bytes = np.empty(0, _BYTE)
+"""The target of a value that is not copied: its view shows it (``views.py``)."""
+
 MAX_PARTS = 4096
 """A message has at most this many parts."""
 
@@ -104,20 +107,31 @@ def group_bytes(config: Config, total_bytes: int, *, by_tcp: bool) -> int:
     return least if by_tcp else min(max(least, total_bytes // 4), most_group_bytes(config))
 
 
-def plan(entries: Sequence[KeyEntry], group_bytes: int) -> list[Group]:
-    """Return the messages for these keys, each at most ``group_bytes`` or one part."""
-    return group_parts(list(map(places_of, entries)), group_bytes)
+def plan(
+    entries: Sequence[KeyEntry], group_bytes: int, *, keeps_keys_whole: bool = False
+) -> list[Group]:
+    """Return the messages for these keys, each at most ``group_bytes`` or one part.
+
+    With ``keeps_keys_whole``, keys of at most that size on a server are not cut.
+    """
+    keys = list(map(places_of, entries))
+    return group_parts(keys, group_bytes, keeps_keys_whole=keeps_keys_whole)
 
 
-def group_parts(keys: Sequence[Places], group_bytes: int) -> list[Group]:
+def group_parts(
+    keys: Sequence[Places], group_bytes: int, *, keeps_keys_whole: bool = False
+) -> list[Group]:
     """Return the messages for keys with these places; see ``plan``."""
     done: list[Group] = []
     filling: dict[int, _Filling] = {}
     for position, places in enumerate(keys):
+        whole = _bytes_on_servers(places) if keeps_keys_whole else {}
         for server, part, start, stop in places:
             size = stop - start
             group = filling.get(server)
-            if group is not None and not group.has_room(size, group_bytes):
+            needed = whole.pop(server, size)  # for its first part on the server: all of them
+            needed = needed if needed <= group_bytes else size
+            if group is not None and not group.has_room(needed, group_bytes):
                 done.append(group.done())
                 group = None
             if group is None:
@@ -128,6 +142,34 @@ def group_parts(keys: Sequence[Places], group_bytes: int) -> list[Group]:
             group.nbytes += size
     done += [group.done() for group in filling.values()]
     return sorted(done, key=lambda group: group.slices[0])
+
+
+def joined_by_keys(groups: Sequence[Group], most_bytes: int) -> list[list[Group]]:
+    """Return the groups in lists: those of one server that share a key are in the same list.
+
+    The groups of a list have at most ``most_bytes``, or are one group.
+    """
+    lists: list[list[Group]] = []
+    last: dict[int, list[Group]] = {}
+    for group in groups:
+        mine = last.get(group.server)
+        if (
+            mine is None
+            or mine[-1].slices[-1].position != group.slices[0].position
+            or sum(each.nbytes for each in mine) + group.nbytes > most_bytes
+        ):
+            mine = last[group.server] = []
+            lists.append(mine)
+        mine.append(group)
+    return lists
+
+
+def _bytes_on_servers(places: Places) -> dict[int, int]:
+    """Return how many bytes of a key each server has."""
+    found: dict[int, int] = {}
+    for server, _, start, stop in places:
+        found[server] = found.get(server, 0) + stop - start
+    return found
 
 
 class _Filling:
@@ -200,7 +242,9 @@ def scatter_into(
                 frame = piece.frame
                 memory = np.frombuffer(frame, np.uint8)
             key, start, stop = slices[index]
-            arrays[key][start:stop] = memory[piece.start : piece.stop]
+            target = arrays[key]
+            if target is not NOWHERE:
+                target[start:stop] = memory[piece.start : piece.stop]
 
     return sink
 

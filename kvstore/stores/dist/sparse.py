@@ -30,7 +30,7 @@ from kvstore.stores.arguments_sparse import (
 from kvstore.stores.dist.in_flight import Operation
 from kvstore.stores.dist.plan import flat_bytes
 from kvstore.stores.dist.sparse_transfer import ReceivedRows, RowDestination, RowExchange
-from kvstore.stores.dist.transfer import DenseExchange
+from kvstore.stores.dist.transfer import DenseExchange, noting_versions
 from kvstore.stores.lazy import unwrapped
 from pslite import Future, Postoffice
 from pslite.future import gather
@@ -93,7 +93,7 @@ class RowCalls:
             }
             memories = list(map(flat_bytes, pulled.dense.values()))
             operation = self._exchange.begin(
-                dense, None, memories, priority, copy=False, versions=versions
+                dense, None, memories, priority, copy=False, wrap=partial(noting_versions, versions)
             )
             pulled.operations.append(operation)
         return pulled

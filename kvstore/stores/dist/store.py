@@ -10,14 +10,15 @@ thread, on which only calls that return futures work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key, Keys, Values
-from kvstore.errors import OptimizerNotSet
+from kvstore.errors import NotSupportedError, OptimizerNotSet
 from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.arguments import (
     KeyList,
@@ -43,8 +44,11 @@ from kvstore.stores.dist.node import worker_node
 from kvstore.stores.dist.plan import Bytes
 from kvstore.stores.dist.sparse import RowCalls
 from kvstore.stores.dist.tables import DistTables, StoreCalls
+from kvstore.stores.dist.transfer import noting_versions
+from kvstore.stores.dist.views import DistViews
 from kvstore.stores.lazy import begin_writing
 from kvstore.stores.tables import Table
+from kvstore.stores.views import check_viewable
 from pslite import Communicator, Config, Future, Postoffice
 from pslite.future import gather, settled
 
@@ -94,6 +98,8 @@ class DistKVStore(DistControl):
         super().__init__(name, node, synchronous=synchronous)
         self._group: Communicator = Communicator(node, name=f"store {self._servers.number}")
         self._rows = RowCalls(node, self._exchange, self._table)
+        self._shown = DistViews(node, self._exchange, self._table, self._wait_for_values)
+        self._views = self._shown.views
         self._tables = DistTables(node, self._exchange, self._servers, self._calls_of_tables())
         self._add_up: AddUp = sums_on_host
         if on_device:
@@ -107,6 +113,7 @@ class DistKVStore(DistControl):
         return self._group
 
     def _leave(self) -> None:
+        self._end_views()
         self._group.close()
         super()._leave()
 
@@ -137,6 +144,7 @@ class DistKVStore(DistControl):
     ) -> Any:
         self._check()
         check_priority(priority)
+        out, _ = self._views.opened(key, out)
         wanted, values = self._wanted(
             key, out, ignores_sparse=bool(ignore_sparse), all_versions=with_version
         )
@@ -157,7 +165,8 @@ class DistKVStore(DistControl):
     ) -> None:
         self._ready_to_push()
         check_priority(priority)
-        pushed = self._to_push(key, value)
+        out, renewed = self._views.opened(key, out)
+        pushed = self._to_push(key, value, renewed)
         filled = values_to_fill(self._table, key, value if out is None else out)
         if pushed.sparse or filled.sparse:
             check_dense_outs(filled.sparse)
@@ -182,6 +191,21 @@ class DistKVStore(DistControl):
         check_dense_outs(self._table.check_broadcast(key, value, out)[1])
         self.init(key, value)
         self._pull(values_to_fill(self._table, key, out), priority)
+
+    def view(self, key: Keys) -> Any:
+        self._check_may_wait()
+        keys, single = normalise_keys(key)
+        self._specs(keys)
+        if not self._synchronous:
+            raise NotSupportedError(
+                f"{self._name} cannot show values in place, since other workers change them at "
+                "any time; call pull"
+            )
+        check_viewable(keys, self._table.is_row_sparse)
+        different = tuple(dict.fromkeys(keys))
+        views = dict(zip(different, self._shown.show(different), strict=True))
+        self._check()  # as in _pull
+        return views[keys[0]] if single else [views[item] for item in keys]
 
     def row_sparse_pull(
         self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
@@ -235,6 +259,7 @@ class DistKVStore(DistControl):
     def pull_async(self, key: Keys, out: Values | None = None, priority: int = 0) -> Future[Any]:
         self._check()
         check_priority(priority)
+        out, _ = self._views.opened(key, out)
         wanted, values = self._wanted(key, out, ignores_sparse=True)
         arrived = self._let_arrive(wanted.lazy or (), *self._begin_pull(wanted, priority))
         if wanted.sparse:
@@ -247,7 +272,8 @@ class DistKVStore(DistControl):
     ) -> Future[None]:
         self._check()
         check_priority(priority)
-        pushed = self._to_push(key, value)
+        out, renewed = self._views.opened(key, out)
+        pushed = self._to_push(key, value, renewed)
         filled = values_to_fill(self._table, key, value if out is None else out)
         if pushed.sparse or filled.sparse:
             return self._begin_pushpull_of_rows(pushed, filled, priority)
@@ -292,13 +318,26 @@ class DistKVStore(DistControl):
             lambda: self._is_closed,
         )
 
-    def _to_push(self, key: Keys, value: Values) -> Checked:
-        """Check the values that a call pushes and return them."""
+    def _to_push(self, key: Keys, value: Values, renewed: Collection[Key] = ()) -> Checked:
+        """Check the values that a call pushes and return them.
+
+        Views of the keys end, except for those that the call renews.
+        """
         pushed = values_to_push(self._table, key, value)
         coding = self._exchange.coding
         if coding is not None:
             coding.refuse_rows(pushed.sparse)
+        if self._views:
+            self._views.end([*pushed.keys.keys, *pushed.sparse], renewed)
         return pushed
+
+    def _end_views(self, keys: Sequence[Key] | None = None) -> None:
+        self._views.end(keys)
+
+    def _landing(self, filled: Checked) -> Destination:
+        landing = filled.landing()
+        self._shown.skip(filled.keys.keys, landing.memories)
+        return landing
 
     def _wanted(
         self, key: Keys, out: Values | None, *, ignores_sparse: bool, all_versions: bool = False
@@ -360,10 +399,11 @@ class DistKVStore(DistControl):
         return gather([*pushes, future, pulled.future]).map(finish)
 
     def _pull(self, wanted: Checked, priority: int, versions: dict[int, int] | None = None) -> None:
-        landing, operations = wanted.landing(), []
+        landing, operations = self._landing(wanted), []
         if wanted.keys.keys or not wanted.sparse:
+            wrap = None if versions is None else partial(noting_versions, versions)
             operation = self._exchange.begin(
-                wanted.keys, None, landing.memories, priority, copy=False, versions=versions
+                wanted.keys, None, landing.memories, priority, copy=False, wrap=wrap
             )
             operations.append(operation)
         noted: dict[int, int] = {} if versions is None else versions
@@ -375,14 +415,14 @@ class DistKVStore(DistControl):
         self._check()  # raises if an earlier push failed: the values lack that push
 
     def _begin_pull(self, wanted: Checked, priority: int) -> tuple[Future[None], Destination]:
-        landing = wanted.landing()
+        landing = self._landing(wanted)
         return self._exchange.join(wanted.keys, None, landing.memories, priority), landing
 
     def _begin_pushpull(
         self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Operation, Destination]:
         sent = self._to_send(pushed)
-        landing = filled.landing()
+        landing = self._landing(filled)
         operation = self._exchange.begin(
             pushed.keys, sent.memories, landing.memories, priority, copy=False, coding=sent.coding
         )
@@ -393,7 +433,7 @@ class DistKVStore(DistControl):
     ) -> tuple[Future[None], Destination]:
         """Begin a lazy push-pull; the caller may change the pushed arrays at once."""
         keys, sent = pushed.keys, self._to_send(pushed)
-        landing = filled.landing()
+        landing = self._landing(filled)
         into, coding = landing.memories, sent.coding
         if sent.is_small:
             return self._exchange.join(keys, sent.memories, into, priority, coding), landing

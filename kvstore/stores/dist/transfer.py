@@ -11,7 +11,7 @@ next: ``store.py``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvstore.arrays.keys import Key
@@ -166,15 +166,15 @@ class DenseExchange:
         priority: int,
         *,
         copy: bool,
-        versions: dict[int, int] | None = None,
+        wrap: Callable[[Group, Sink], Sink] | None = None,
         coding: DistCompression | None = None,
     ) -> Operation:
         """Push ``sources``, pull into ``targets``, or both.
 
         With ``copy`` the caller may change the sources at once; otherwise the operation keeps them,
         and they must stay unchanged until it is done. Sources and targets are the flat memory of
-        each key's value; ``coding`` may have encoded the sources. The version of each pulled part
-        is stored in ``versions``.
+        each key's value; ``coding`` may have encoded the sources. ``wrap`` may replace the
+        function that gets a group's values.
         """
         if sources is None:
             coding = self.coding
@@ -189,8 +189,8 @@ class DenseExchange:
         operation = Operation(len(groups), lambda: answer_for(keys.keys))
         for group, own in zip(groups, frames, strict=True):
             sink = None if targets is None else scatter_into(group, targets)
-            if sink is not None and versions is not None:
-                sink = _noting_versions(sink, group, versions)
+            if sink is not None and wrap is not None:
+                sink = wrap(group, sink)
             transfer = Transfer(
                 group.server,
                 group.parts,
@@ -378,7 +378,8 @@ class DenseExchange:
         nbytes = sum(self.entries[key].spec.nbytes for key in keys)
         by_tcp = not self._node.nearby.is_on_one_machine
         limit = group_bytes(self._node.config, nbytes, by_tcp=by_tcp)
-        groups = group_parts([self._places[key] for key in keys], limit)
+        places = [self._places[key] for key in keys]
+        groups = group_parts(places, limit, keeps_keys_whole=not by_tcp)
         coding = self.coding
         return groups if coding is None else [coding.applied(group, keys) for group in groups]
 
@@ -392,7 +393,9 @@ class DenseExchange:
         return [*self.pushes.of(chosen), *self.pulls.of(chosen)]
 
 
-def _noting_versions(sink: Sink, group: Group, versions: dict[int, int]) -> Sink:
+def noting_versions(versions: dict[int, int], group: Group, sink: Sink) -> Sink:
+    """Return a sink that also stores the version of each pulled part in ``versions``."""
+
     def note(indices: Sequence[int], pieces: Sequence[Piece], found: Sequence[int]) -> None:
         sink(indices, pieces, found)
         for index, version in zip(indices, found, strict=True):

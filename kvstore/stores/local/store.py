@@ -129,6 +129,16 @@ class LocalKVStore(KVStore):
             check_priority(priority)
             self._values.broadcast(key, value, out)
 
+    def view(self, key: Keys) -> Any:
+        with self._lock:
+            self._check_open()
+            keys, single = normalise_keys(key)
+            for item in keys:
+                self._table.spec(item)
+            different = list(dict.fromkeys(keys))
+            views = dict(zip(different, self._values.view(different), strict=True))
+            return views[keys[0]] if single else [views[item] for item in keys]
+
     def row_sparse_pull(
         self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> Any:
@@ -207,6 +217,7 @@ class LocalKVStore(KVStore):
         compression = Compression.of(compression_params)
         with self._lock:
             self._check_open()
+            self._values.views.end()
             coding = LocalCompression(compression, self._table) if compression.rules else None
             self._values.coding = coding
 
@@ -290,6 +301,7 @@ class LocalKVStore(KVStore):
     def _load(self, saved: SavedStates, residuals: pathlib.Path) -> None:
         self._check_open()
         restore_residuals = read_residuals(self._values.coding, residuals)
+        self._values.views.end()
         take(self._values, saved)
         restore_residuals()
 

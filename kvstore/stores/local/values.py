@@ -4,7 +4,8 @@
 arrays of the keys' shapes and dtypes need few checks; all others go through the checks of
 ``stores/arguments.py``, which raise the errors. A call is checked before it changes anything.
 Large models are added and updated on all cores (``blocks.py``). The stored arrays are never
-returned to callers and never share a caller's memory. Read next: ``blocks.py``, and ``device.py``
+returned to callers and never share a caller's memory, except for views (``stores/views.py``): a key
+whose view must keep its value moves to other memory. Read next: ``blocks.py``, and ``device.py``
 for keys on GPUs.
 """
 
@@ -13,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvstore.arrays import Array, adapter_for, adapter_on
 from kvstore.arrays.cpu.sums import Flat, Workspaces
 from kvstore.arrays.keys import Generations, Key, Keys, UpdateFunction, Values
+from kvstore.errors import NotSupportedError
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import follow, has_master, take_over
 from kvstore.sparse.array import RowSparseArray
@@ -25,6 +29,7 @@ from kvstore.stores.local import sparse as local_rows
 from kvstore.stores.local.blocks import Blocks, HostArray, Row
 from kvstore.stores.local.compression import LocalCompression
 from kvstore.stores.local.memory import HOST, Shelves, StoredKey
+from kvstore.stores.views import Views, address_of, check_viewable
 
 MOST_LISTS = 1000
 """At most this many lists of keys are remembered; then all are forgotten."""
@@ -134,6 +139,7 @@ class LocalValues:
         self._generations = Generations()
         self._shelves = Shelves()
         self._workspaces = Workspaces()
+        self.views = Views(self._leave_to_view)
 
     # -- keys --------------------------------------------------------------------------
 
@@ -156,6 +162,7 @@ class LocalValues:
 
     def remove(self, keys: Sequence[Key]) -> None:
         """Delete existing keys."""
+        self.views.end(keys)
         self.table.remove(keys)
         for key in keys:
             self.entries.pop(key, None)
@@ -166,6 +173,7 @@ class LocalValues:
 
     def free(self) -> None:
         """Free all values; the table of keys stays."""
+        self.views.end()
         self.entries.clear()
         self._rows.forget()
         self._shelves = Shelves()
@@ -204,14 +212,18 @@ class LocalValues:
     def push(self, key: Keys, value: Values) -> None:
         """Do the work of ``KVStore.push``."""
         coding = self.coding
-        self._merge(
+        pushed = (
             self._rows.pushed(key, value) if coding is None else self._encoded(coding, key, value)
         )
+        self.views.end([*pushed.keys, *dict(pushed.sparse)])
+        self._merge(pushed)
 
     def pull(self, key: Keys, out: Values | None, *, ignores_sparse: bool) -> Any:
         """Do the work of ``KVStore.pull``, without versions."""
         if out is not None:
-            self._fill(self._rows.filled(key, out, ignores_sparse=ignores_sparse))
+            out, _ = self.views.opened(key, out)
+            filled = self._rows.filled(key, out, ignores_sparse=ignores_sparse)
+            self._fill(self._without_shown(filled))
             return None
         keys, single = normalise_keys(key)
         for item in keys:
@@ -227,12 +239,14 @@ class LocalValues:
     def pushpull(self, key: Keys, value: Values, out: Values) -> None:
         """Do the work of ``KVStore.pushpull``; check all arguments before any change."""
         coding = self.coding
+        out, renewed = self.views.opened(key, out)
         if coding is None:
             pushed, filled = self._rows.pushed(key, value), self._rows.filled(key, out)
         else:
             filled = self._rows.filled(key, out)
             pushed = self._encoded(coding, key, value)
-        is_plain = pushed.blocks and filled.blocks and self.updater is None
+        self.views.end([*pushed.keys, *dict(pushed.sparse)], renewed)
+        is_plain = pushed.blocks and filled.blocks and self.updater is None and not renewed
         if is_plain and not (coding is not None and coding.encodes_pulls):
             assert filled.blocks is not None
             self._merge(pushed, filled.rows)
@@ -240,7 +254,48 @@ class LocalValues:
         else:
             self._merge(pushed)
             # Blocks are for keys on the host; a pushed GPU array may have moved some keys.
-            self._fill(filled if pushed.blocks else filled._replace(blocks=None))
+            filled = filled if pushed.blocks else filled._replace(blocks=None)
+            self._fill(self._without_shown(filled))
+
+    def view(self, keys: Sequence[Key]) -> list[HostArray]:
+        """Do the work of ``KVStore.view`` for existing keys, all different."""
+        check_viewable(keys, self.table.is_row_sparse)
+        for key in keys:
+            if self.entries[key].home is not HOST:
+                raise NotSupportedError(
+                    f"key {key!r} is on {self.entries[key].home}, where its value cannot be shown "
+                    "as an array of NumPy; call pull"
+                )
+        encodes = self.coding is not None and self.coding.encodes_pulls
+        shown = {key: found for key in keys if (found := self.views.array(key)) is not None}
+        if shown:
+            self.pull(list(shown), list(shown.values()), ignores_sparse=False)
+        for key in keys:
+            entry = self.entries[key]
+            if key not in shown:
+                is_live = entry.shelf is None and not encodes
+                memory = entry.weight if is_live else self.pull(key, None, ignores_sparse=False)
+                shown[key] = self.views.add(key, memory, is_live=is_live)
+        return [shown[key] for key in keys]
+
+    def _leave_to_view(self, key: Key, memory: HostArray) -> None:
+        """Move a key's value to other memory, since a view that ends keeps this memory."""
+        entry = self.entries[key]
+        if entry.home is HOST:
+            entry.set_weight(entry.weight.copy())
+
+    def _without_shown(self, filled: KeyArrays) -> KeyArrays:
+        """Leave out the views that show the stored values."""
+        if not self.views:
+            return filled
+        rows = {
+            key: row
+            for key, row in zip(filled.keys, filled.rows, strict=True)
+            if len(row) > 1 or not _is_weight(row[0], self.entries[key])
+        }
+        if len(rows) == len(filled.keys):
+            return filled
+        return KeyArrays(tuple(rows), list(rows.values()), None, filled.sparse)
 
     def broadcast(self, key: Keys, value: Values, out: Values) -> None:
         """Do the work of ``KVStore.broadcast``."""
@@ -251,6 +306,7 @@ class LocalValues:
 
     def overwrite(self, key: Key, value: Array) -> None:
         """Overwrite a dense key's value, cast to its dtype; its state and count stay."""
+        self.views.end([key])
         entry = self.entries[key]
         adapter = adapter_on(entry.home)
         with adapter.on(entry.home):
@@ -405,6 +461,12 @@ class LocalValues:
         for entry, row in work:
             for out in row:
                 adapter_for(out).assign(entry.weight, out)
+
+
+def _is_weight(out: Array, entry: StoredKey) -> bool:
+    """Return whether an array is the memory of a key's value."""
+    here = isinstance(out, np.ndarray) and entry.home is HOST
+    return here and address_of(out) == address_of(entry.weight)
 
 
 def _memory(out: Array) -> HostArray | None:

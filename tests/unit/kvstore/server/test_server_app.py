@@ -67,9 +67,8 @@ class Server:
 
     def init(self, *parts: PartEntry, value: float = 1.0, synchronous: bool = True) -> Asked:
         frames = [np.full(part.num_elements, value).astype(part.dtype).tobytes() for part in parts]
-        return self.ask(
-            StoreCall.INIT, STORE, synchronous, pack_parts(parts), [-1] * len(parts), frames=frames
-        )
+        fields = STORE, synchronous, pack_parts(parts), [-1] * len(parts), [len(parts)]
+        return self.ask(StoreCall.INIT, *fields, frames=frames)
 
     def set_optimizer(self, chosen: Any, *, only_check: bool = False) -> Asked:
         plain = to_plain(chosen) if isinstance(chosen, optimizer.Optimizer) else chosen
@@ -156,7 +155,7 @@ def test_an_empty_part_is_one_too() -> None:
 )
 def test_values_that_do_not_fit_their_parts_create_nothing(frames: list[bytes]) -> None:
     server = Server()
-    asked = server.ask(StoreCall.INIT, STORE, True, pack_parts([part(1)]), [-1], frames=frames)
+    asked = server.ask(StoreCall.INIT, STORE, True, pack_parts([part(1)]), [-1], [1], frames=frames)
     assert isinstance(asked.error, ProtocolError)
     assert server.stats()["parts"] == 0
     assert server.init(part(1)).error is None

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvstore.arrays.cpu.sums import Flat
 from kvstore.protocol.requests import PartEntry
 from kvstore.server.apply import PartRun, Stretch, add_run
 from kvstore.server.memory import Arena, Part, StoreState
@@ -17,14 +16,12 @@ FLOAT = np.dtype(np.float32)
 PART_BYTES = 8
 
 
-def memory(nbytes: int) -> Flat:
-    return np.empty(nbytes, np.uint8)
-
-
 @pytest.fixture
 def arena() -> Arena:
     entries = [PartEntry(number, f"key {number}", True, 2, FLOAT) for number in (1, 2, 3)]
-    return Arena(StoreState((0, 1)), 0, entries, [np.zeros(PART_BYTES, np.uint8)] * 3, memory)
+    return Arena(
+        StoreState((0, 1)), 0, entries, [np.zeros(PART_BYTES, np.uint8)] * 3, np.empty(24, np.uint8)
+    )
 
 
 def alone(part: Part) -> Stretch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.arrays.cpu.sums import Flat
 from kvstore.protocol.requests import PartEntry
 from kvstore.server.memory import Arena, StoreState
 from kvstore.server.part_table import PartTable
@@ -15,14 +14,10 @@ from pslite.protocol.rounds import Batch
 FLOAT = np.dtype(np.float32)
 
 
-def memory(nbytes: int) -> Flat:
-    return np.empty(nbytes, np.uint8)
-
-
 def test_a_part_that_was_deleted_meanwhile_takes_no_other_with_it() -> None:
     """Its round was complete, and waited for the pool, when a worker deleted the key."""
     entries = [PartEntry(number, f"key {number}", True, 2, FLOAT) for number in (1, 2, 3)]
-    arena = Arena(StoreState((0,)), 0, entries, [np.zeros(8, np.uint8)] * 3, memory)
+    arena = Arena(StoreState((0,)), 0, entries, [np.zeros(8, np.uint8)] * 3, np.empty(24, np.uint8))
     table = PartTable()
     for part in arena.parts:
         table.add(part)

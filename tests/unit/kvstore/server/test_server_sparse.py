@@ -74,7 +74,7 @@ class Server:
         self.init(self.entry, [1, 4], synchronous=synchronous)
         dense = PartEntry(DENSE, "dense", False, 7, np.dtype("f4"))  # begins within a row
         frames = [np.arange(7, dtype="f4").tobytes()]
-        self.ask(StoreCall.INIT, STORE, synchronous, pack_parts([dense]), [-1], frames=frames)
+        self.ask(StoreCall.INIT, STORE, synchronous, pack_parts([dense]), [-1], [1], frames=frames)
 
     def init(self, entry: RowPartEntry, ids: Sequence[int], *, synchronous: bool = True) -> Asked:
         asked = self.create(entry, synchronous=synchronous)

@@ -19,6 +19,8 @@ from pslite.memory.segment import (
     PAGE_BYTES,
     Segment,
     Ticket,
+    keep_values,
+    map_copy_on_write,
     map_segment,
     private_segment,
     shared_segment,
@@ -105,6 +107,45 @@ def test_a_reader_cannot_write(owner: Owner) -> None:
         window[4096:4101] = b"wrong"
     with pytest.raises(ValueError, match="WRITEABLE"):
         array.setflags(write=True)
+
+
+def test_a_second_mapping_follows_the_owner_until_its_values_are_kept(owner: Owner) -> None:
+    owner.write("first")
+    memory = map_copy_on_write(owner.pid, owner.ticket, 4090, 20)
+    assert bytes(memory[6:11]) == b"first"
+    owner.write("again")
+    assert bytes(memory[6:11]) == b"again"
+    keep_values(memory)
+    owner.write("third")
+    assert bytes(memory[6:11]) == b"again"
+    assert bytes(map_segment(owner.pid, owner.ticket)[4096:4101]) == b"third"
+
+
+def test_what_is_written_to_a_second_mapping_stays_there(owner: Owner) -> None:
+    memory = map_copy_on_write(owner.pid, owner.ticket, 4096, 5)
+    memory[:] = np.frombuffer(b"wrong", np.uint8)
+    assert bytes(map_segment(owner.pid, owner.ticket)[4096:4101]) != b"wrong"
+
+
+def test_a_second_mapping_keeps_no_descriptor_and_goes_with_its_last_reference() -> None:
+    segment, ticket = mine()
+    held = len(os.listdir("/proc/self/fd"))
+    mapped = Path("/proc/self/maps").read_text().count("/memfd:pslite")
+    memories = [map_copy_on_write(os.getpid(), ticket, 0, SIZE) for _ in range(5)]
+    assert len(os.listdir("/proc/self/fd")) == held
+    part = memories.pop()[3:5]
+    del memories
+    assert Path("/proc/self/maps").read_text().count("/memfd:pslite") == mapped + 1
+    del part
+    assert Path("/proc/self/maps").read_text().count("/memfd:pslite") == mapped
+    del segment
+
+
+def test_a_mapping_that_the_system_refuses_is_an_error() -> None:
+    segment, ticket = mine()
+    with pytest.raises(OSError, match=r"Cannot allocate memory|Invalid argument"):
+        map_copy_on_write(os.getpid(), ticket, 0, 1 << 60)
+    del segment
 
 
 def test_what_a_reader_still_refers_to_outlives_the_owner() -> None:

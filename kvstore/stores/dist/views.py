@@ -1,0 +1,125 @@
+"""``DistViews``: views of values in the memory of servers on this machine.
+
+A server of a synchronous store keeps a part's value at one address until the key is deleted, and
+workers of its machine can map that memory. The value changes there only in a round, which needs
+this worker's push. So a large key that lies in one piece is mapped once more, copy-on-write: its
+view shows each new value without a copy, and when it ends it keeps its value
+(``pslite/memory/segment.py``). Other keys (small ones, those on several servers or on other
+machines, encoded ones) get memory of their own, which pulls fill. Runs on the caller's thread; the
+I/O thread notes addresses. Read next: ``transfer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableSequence, Sequence
+
+import numpy as np
+
+from kvstore.arrays.keys import Key
+from kvstore.stores.arguments import KeyTable
+from kvstore.stores.dist.in_flight import Operation
+from kvstore.stores.dist.plan import NOWHERE, Bytes, Group, flat_bytes
+from kvstore.stores.dist.transfer import DenseExchange
+from kvstore.stores.views import HostArray, Views
+from pslite import Postoffice
+from pslite.ids import Role, node_id
+from pslite.plane import Piece, Sink
+
+LEAST_MAPPED_BYTES = 65_536
+"""Smaller values are copied: a mapping takes whole pages, and the system limits their number."""
+
+
+class DistViews:
+    """The views of one store on one worker; ``wait`` waits for a pull."""
+
+    def __init__(
+        self,
+        node: Postoffice,
+        exchange: DenseExchange,
+        table: KeyTable,
+        wait: Callable[[Operation], None],
+    ) -> None:
+        self._node = node
+        self._exchange = exchange
+        self._keys = table
+        self._wait = wait
+        self.views = Views(lambda _, memory: node.nearby.keep_values(flat_bytes(memory)))
+
+    def show(self, keys: tuple[Key, ...]) -> list[HostArray]:
+        """Return a view of each key, all different and dense, with the present value."""
+        views = self.views
+        # Kept until the end, since nothing else refers to the arrays.
+        shown = {key: found for key in keys if (found := views.array(key)) is not None}
+        old = list(shown)
+        large = tuple(key for key in keys if key not in shown and self._may_map(key))
+        for key, memory in self._mapped(large).items():
+            shown[key] = views.add(key, memory, is_live=True)
+        rest = tuple(key for key in keys if key in old or key not in shown)
+        for key in rest:
+            if key not in shown:
+                spec = self._keys.spec(key)
+                shown[key] = views.add(key, np.empty(spec.shape, spec.dtype), is_live=False)
+        if rest:
+            memories, _ = views.opened(rest, [shown[key] for key in rest])
+            targets = [flat_bytes(memory) for memory in memories]
+            listed = self._keys.listed(rest)
+            self.skip(rest, targets)
+            self._wait(self._exchange.begin(listed, None, targets, 0, copy=False))
+        return [shown[key] for key in keys]
+
+    def skip(self, keys: Sequence[Key], targets: MutableSequence[Bytes]) -> None:
+        """Replace the targets in which new values appear by themselves by ``NOWHERE``."""
+        if self.views:
+            for index, key in enumerate(keys):
+                if self.views.is_live(key, targets[index]):
+                    targets[index] = NOWHERE
+
+    def _may_map(self, key: Key) -> bool:
+        entry = self._exchange.entries[key]
+        servers = set(entry.servers)
+        return (
+            entry.spec.nbytes >= LEAST_MAPPED_BYTES
+            and len(servers) == 1
+            and self._node.nearby.may_share_with(node_id(Role.SERVER, servers.pop()))
+        )
+
+    def _mapped(self, keys: tuple[Key, ...]) -> dict[Key, HostArray]:
+        """Map the values of these keys, as far as each lies in one piece in a server's memory."""
+        if not keys:
+            return {}
+        places: list[dict[int, int]] = [{} for _ in keys]
+
+        def noting(group: Group, sink: Sink) -> Sink:
+            return _noting_places(group, places)
+
+        targets = [NOWHERE] * len(keys)
+        listed = self._keys.listed(keys)
+        self._wait(self._exchange.begin(listed, None, targets, 0, copy=False, wrap=noting))
+        found = {}
+        for key, place in zip(keys, places, strict=True):
+            entry = self._exchange.entries[key]
+            begins = {address - start for start, address in place.items()}
+            if len(place) == len(entry.servers) and len(begins) == 1:
+                server = node_id(Role.SERVER, entry.servers[0])
+                nearby, address = self._node.nearby, begins.pop()
+                memory = nearby.copy_on_write(server, address, entry.spec.nbytes)
+                if memory is not None:
+                    found[key] = memory.view(entry.spec.dtype).reshape(entry.spec.shape)
+        return found
+
+
+def _noting_places(group: Group, places: list[dict[int, int]]) -> Sink:
+    """Return a function that notes where values arrive: first byte of a part -> its address.
+
+    Encoded values are left out.
+    """
+
+    def sink(indices: Sequence[int], pieces: Sequence[Piece], versions: Sequence[int]) -> None:
+        for index, piece in zip(indices, pieces, strict=True):
+            if group.decoders is None or group.decoders[index] is None:
+                memory = np.frombuffer(piece.frame, np.uint8)
+                address = memory.__array_interface__["data"][0] + piece.start
+                position, start, _ = group.slices[index]
+                places[position][start] = address
+
+    return sink
