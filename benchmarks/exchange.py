@@ -4,7 +4,8 @@ Starts a scheduler, servers and workers on this machine by the launcher, lets al
 the gradients of a model and pull the weights (SGD with momentum runs on the servers), and
 prints the median time of an exchange with its spread. Afterwards the weights are compared
 with a NumPy computation of all rounds. Between exchanges workers meet in a barrier, so the
-times of the slowest worker are what is printed.
+times of the slowest worker are what is printed. ``views`` is a pushpull of gradients in memory of
+``kv.empty`` into views of the weights (``kv.view``; not in ``dist_async``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 
-HOWS = ("pushpull", "push, pull", "key by key")
+HOWS = ("pushpull", "views", "push, pull", "key by key")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -65,13 +66,21 @@ def measure(name: str, options: argparse.Namespace) -> None:
     store.init(keys, weights)
     store.barrier()
     lazy_outs = [mx.nd.zeros(shape) for shape in shapes]
-    for how in HOWS:
+    hows = [how for how in HOWS if how != "views" or "async" not in options.kv_store]
+    for how in hows:
+        if how == "views":
+            own = [store.empty(shape) for shape in shapes]
+            for array, gradient in zip(own, gradients, strict=True):
+                array[...] = gradient
+            views = store.view(keys)
         times = []
         for _ in range(options.rounds + 3):
             store.barrier()
             begin = time.perf_counter()
             if how == "pushpull":
                 store.pushpull(keys, gradients, out=outs)
+            elif how == "views":
+                store.pushpull(keys, own, out=views)
             elif how == "push, pull":
                 store.push(keys, gradients)
                 store.pull(keys, out=outs)
@@ -85,7 +94,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
             report(name, how, options, sum(w.nbytes for w in weights), len(keys), times[3:])
     if "async" not in options.kv_store:
         outs = [out.asnumpy() for out in lazy_outs]
-        check(weights, outs, options.workers, len(HOWS) * (options.rounds + 3))
+        check(weights, outs, options.workers, len(hows) * (options.rounds + 3))
     store.barrier()
     store.close()
 

@@ -49,7 +49,10 @@ class NumpyAdapter(NativeAdapter):
     def why_read_only(self, array: Array) -> str | None:
         if array.flags.writeable:
             return None
-        return "NumPy cannot write to its memory; pass a copy, numpy.array(value)"
+        return (
+            "NumPy cannot write to its memory; pass a copy, numpy.array(value), or call kv.view "
+            "again if it is a view that a push has ended"
+        )
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
         # A subclass such as numpy.matrix reshapes in its own way, so it becomes a plain view.

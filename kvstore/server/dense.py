@@ -167,7 +167,7 @@ class DenseStores:
         self._late_return.ask()
 
     def _in_a_row(self, groups: Sequence[Sequence[PartEntry]]) -> list[Flat]:
-        """Return memory for each group of parts: a key in several groups lies in one piece."""
+        """Return memory for groups of parts, in which each key lies in one piece."""
         starts, stop = [], 0
         key: Any = None
         for group in groups:
@@ -267,7 +267,7 @@ class DenseStores:
 def _arenas(
     entries: Sequence[PartEntry], indices: Sequence[int], cuts: Collection[int]
 ) -> Iterator[list[int]]:
-    """Yield the indices in groups of consecutive entries with one dtype, and without a cut."""
+    """Yield the indices in groups of one dtype, which also end at the cuts."""
     group: list[int] = []
     for index in indices:
         if group and (entries[group[-1]].dtype != entries[index].dtype or index in cuts):

@@ -3,14 +3,15 @@
 A *view* shows a key's value where the store keeps it. It is valid until this worker's next push of
 the key. A ``pushpull`` that has it as ``out`` renews it. Any other push ends it: an array that is
 still in use then keeps the old value and is no longer part of this table. Nothing here refers to
-the arrays, so that a view ends with its last reference. Pure; the store's rules for threads apply.
-Read next: ``dist/views.py`` and ``local/values.py``, which make views.
+the arrays over the store's memory, so that their views end with their last reference. Pure; the
+store's rules for threads apply. Read next: ``dist/views.py`` and ``local/values.py``, which make
+views.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ _LISTS = (list, tuple)
 
 
 class _Owner:
-    """The ``base`` of a view, which keeps its memory; when it dies, nobody uses the view."""
+    """The ``base`` of a live view: keeps its memory, and dies with the last array."""
 
     __slots__ = ("__array_interface__", "__weakref__", "memory")
 
@@ -35,40 +36,60 @@ class _Owner:
 
 
 class View:
-    """One key's view, while it is in use."""
+    """One key's view.
 
-    __slots__ = ("_owner", "address", "is_live", "spec")
+    A *live* view is over the store's memory, where new values appear without a copy; then it is
+    known here whether somebody uses it. Another view has memory of its own.
+    """
 
-    def __init__(self, owner: _Owner, spec: KeySpec, *, is_live: bool) -> None:
-        self._owner = weakref.ref(owner)
-        self.address = address_of(owner.memory)
-        self.spec = spec
+    __slots__ = ("_memory", "_owner", "address", "is_live", "shown", "spec")
+
+    def __init__(self, memory: HostArray, *, is_live: bool) -> None:
         self.is_live = is_live
-        """Whether the store writes new values there, so that nothing must be copied."""
+        self.spec = KeySpec(memory.shape, memory.dtype)
+        self.address = address_of(memory)
+        self.shown: HostArray | None = None
+        """The array that the caller has, of a view that is not live."""
+        self._memory: HostArray | None = None
+        self._owner: weakref.ref[_Owner] | None = None
+        if not is_live:
+            self._memory = memory
+            self.shown = _read_only(memory.view())
+
+    def begin(self, memory: HostArray) -> HostArray:
+        """Return the array of a new view for the caller."""
+        if self.shown is not None:
+            return self.shown
+        owner = _Owner(memory)
+        self._owner = weakref.ref(owner)
+        return _read_only(self._over(owner))
 
     @property
     def memory(self) -> HostArray | None:
-        """The memory, writable, in the key's shape; None if nobody uses the view."""
+        """The memory, writable, in the key's shape; None for a live view without an array."""
+        if self._owner is None:
+            return self._memory
         owner = self._owner()
-        if owner is None:
-            return None
-        return np.asarray(owner).view(self.spec.dtype).reshape(self.spec.shape)
+        return None if owner is None else self._over(owner)
 
     def is_memory_of(self, array: HostArray) -> bool:
         """Return whether an array is the whole view, in the key's shape and dtype."""
-        return (
+        return array is self.shown or (
             address_of(array) == self.address
             and (array.shape, array.dtype) == (self.spec.shape, self.spec.dtype)
             and array.flags.c_contiguous
-            and self._owner() is not None
+            and (self._owner is None or self._owner() is not None)
         )
+
+    def _over(self, owner: _Owner) -> HostArray:
+        return np.asarray(owner).view(self.spec.dtype).reshape(self.spec.shape)
 
 
 class Views:
     """The views of one store that are in use."""
 
     def __init__(self, keep_values: Callable[[Key, HostArray], None]) -> None:
-        """``keep_values`` makes the memory of a live view the caller's own, with its values."""
+        """``keep_values`` lets the memory of a live view keep its present values."""
         self._keep_values = keep_values
         self._views: dict[Key, View] = {}
 
@@ -80,54 +101,54 @@ class Views:
 
         ``memory`` is writable and C-contiguous, of the key's shape and dtype.
         """
-        owner = _Owner(memory)
-        view = View(owner, KeySpec(memory.shape, memory.dtype), is_live=is_live)
-        self._views[key] = view
-        shown = view.memory
-        assert shown is not None
-        return _read_only(shown)
+        view = self._views[key] = View(memory, is_live=is_live)
+        return view.begin(memory)
 
     def array(self, key: Key) -> HostArray | None:
-        """Return the view of a key if it is in use, as a read-only array."""
+        """Return the view of a key if there is one in use, as a read-only array."""
         view = self._views.get(key)
-        memory = None if view is None else view.memory
+        if view is None or view.shown is not None:
+            return None if view is None else view.shown
+        memory = view.memory
         if memory is None:
-            self._views.pop(key, None)
+            del self._views[key]
             return None
         return _read_only(memory)
 
     def is_live(self, key: Key, memory: Bytes) -> bool:
-        """Return whether this is the memory of a view in which new values appear by themselves."""
+        """Return whether this is the memory of a live view of the key."""
         view = self._views.get(key)
         if view is None or not view.is_live:
             return False
         return address_of(memory) == view.address and view.memory is not None
 
-    def opened(self, key: object, out: Any) -> tuple[Any, Collection[Key]]:
-        """Return the ``out`` of a call with views as writable arrays, and the keys of these."""
-        if not self._views:
-            return out, ()
+    def opened(self, key: object, out: Any) -> tuple[Any, set[Key]]:
+        """Return ``out`` with views as writable arrays, and the keys of these."""
+        if not self._views or out is None:
+            return out, set()
         if not isinstance(key, _LISTS):
             found = self._opened_one(key, out)
-            return (out, ()) if found is None else (found, (key,))  # type: ignore[return-value]
+            return (out, set()) if found is None else (found, {key})  # type: ignore[arg-type]
         if not isinstance(out, _LISTS) or len(out) != len(key):
-            return out, ()
-        arrays, keys = list(out), []
+            return out, set()
+        arrays, keys = list(out), set()
         for index, (item, array) in enumerate(zip(key, out, strict=True)):
             found = self._opened_one(item, array)
             if found is not None:
                 arrays[index] = found
-                keys.append(item)
+                keys.add(item)
         return arrays, keys
 
     def _opened_one(self, key: Any, out: Any) -> HostArray | None:
-        array = out[0] if isinstance(out, _LISTS) and len(out) == 1 else out
         view = self._views.get(key) if isinstance(key, (int, str)) else None
+        if view is not None and out is not None and out is view.shown:
+            return view.memory  # the usual case of small values
+        array = out[0] if isinstance(out, _LISTS) and len(out) == 1 else out
         if view is None or not isinstance(array, np.ndarray) or not view.is_memory_of(array):
             return None
         return view.memory
 
-    def end(self, keys: Iterable[Key] | None = None, kept: Collection[Key] = ()) -> None:
+    def end(self, keys: Iterable[Key] | None = None, kept: Container[Key] = ()) -> None:
         """End the views of these keys (None: all), except of those in ``kept``.
 
         An array that is still in use keeps the present value.
@@ -153,7 +174,7 @@ def _read_only(array: HostArray) -> HostArray:
 
 
 def check_viewable(keys: Iterable[Key], is_row_sparse: Callable[[Key], bool]) -> None:
-    """Raise ``NotSupportedError`` for row-sparse keys, which have no whole value in memory."""
+    """Raise ``NotSupportedError`` for row-sparse keys: they have no whole value."""
     for key in filter(is_row_sparse, keys):
         raise NotSupportedError(
             f"key {key!r} is row-sparse, so there is no array of its whole value to show; call "

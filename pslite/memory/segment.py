@@ -113,7 +113,7 @@ def map_copy_on_write(pid: int, ticket: Ticket, start: int, nbytes: int) -> Byte
 
 
 def keep_values(memory: Bytes) -> None:
-    """Make this process the owner of memory from ``map_copy_on_write``, with its values now.
+    """Let memory from ``map_copy_on_write`` keep its present values.
 
     It no longer shows what the peer writes. Costs as much as a copy.
     """

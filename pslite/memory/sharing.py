@@ -146,9 +146,10 @@ class Sharing:
         return self._heap.find(_address(frame), frame.nbytes)
 
     def copy_on_write(self, peer: str, address: int, nbytes: int) -> Bytes | None:
-        """Map memory of ``peer``, which ``resolve`` returned, once more; see ``segment.py``.
+        """Map memory of ``peer`` once more; see ``segment.py``.
 
-        From any thread. Returns None if the address is not in memory of the peer.
+        ``address`` is in memory that ``resolve`` returned. Returns None if the address is not in
+        memory of the peer. From any thread.
         """
         for window in list(self._windows.get(peer, {}).values()):
             start = address - window.address

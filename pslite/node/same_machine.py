@@ -70,7 +70,7 @@ class LocalPeers:
 
     @staticmethod
     def keep_values(memory: Bytes) -> None:
-        """Make memory from ``copy_on_write`` this process's own; see ``memory/segment.py``."""
+        """Let memory from ``copy_on_write`` keep its present values."""
         keep_values(memory)
 
     def arrived(self, peer: str, node: int, message: Message) -> None:

@@ -202,7 +202,7 @@ def _in_memory(tensor: torch.Tensor) -> Any:
 
 
 def _may_move(weight: torch.Tensor) -> bool:
-    """Return whether a weight is large and contiguous, on the CPU, of a dtype that NumPy has."""
+    """Return whether a weight is large, plain memory of the CPU."""
     is_on_host = weight.device.type == "cpu" and weight.layout == torch.strided
     is_large = weight.numel() * weight.element_size() >= LEAST_MAPPED_BYTES
     return (

@@ -145,9 +145,9 @@ def group_parts(
 
 
 def joined_by_keys(groups: Sequence[Group], most_bytes: int) -> list[list[Group]]:
-    """Return the groups in lists: those of one server that share a key are in the same list.
+    """Return the groups in lists: all groups with parts of a key in one list.
 
-    The groups of a list have at most ``most_bytes``, or are one group.
+    This holds for each server. The groups of a list have at most ``most_bytes``, or are one group.
     """
     lists: list[list[Group]] = []
     last: dict[int, list[Group]] = {}

@@ -10,7 +10,7 @@ thread, on which only calls that return futures work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -318,7 +318,7 @@ class DistKVStore(DistControl):
             lambda: self._is_closed,
         )
 
-    def _to_push(self, key: Keys, value: Values, renewed: Collection[Key] = ()) -> Checked:
+    def _to_push(self, key: Keys, value: Values, renewed: Container[Key] = ()) -> Checked:
         """Check the values that a call pushes and return them.
 
         Views of the keys end, except for those that the call renews.

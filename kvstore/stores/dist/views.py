@@ -84,7 +84,7 @@ class DistViews:
         )
 
     def _mapped(self, keys: tuple[Key, ...]) -> dict[Key, HostArray]:
-        """Map the values of these keys, as far as each lies in one piece in a server's memory."""
+        """Map the values that lie in one piece in a server's memory."""
         if not keys:
             return {}
         places: list[dict[int, int]] = [{} for _ in keys]
@@ -109,7 +109,7 @@ class DistViews:
 
 
 def _noting_places(group: Group, places: list[dict[int, int]]) -> Sink:
-    """Return a function that notes where values arrive: first byte of a part -> its address.
+    """Return a sink that notes where values are: first byte of a part -> address.
 
     Encoded values are left out.
     """
