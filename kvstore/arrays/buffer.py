@@ -50,8 +50,8 @@ class NumpyAdapter(NativeAdapter):
         if array.flags.writeable:
             return None
         return (
-            "NumPy cannot write to its memory; pass a copy, numpy.array(value), or call kv.view "
-            "again if it is a view that a push has ended"
+            "NumPy cannot write to its memory; pass a copy, numpy.array(value), or, for a view "
+            "from kv.view, make it the only out of its key, and call kv.view again after a push"
         )
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:

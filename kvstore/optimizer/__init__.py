@@ -67,6 +67,10 @@ _MXNET_NAMES = {"ccSGD": "SGD"}
 """MXNet's older names -> the classes."""
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 if not TYPE_CHECKING:  # a type checker would accept every name, misspelt ones too
 
     def __getattr__(name):
@@ -75,8 +79,8 @@ if not TYPE_CHECKING:  # a type checker would accept every name, misspelt ones t
             module = importlib.import_module(f"{__name__}.{MODULES[own]}")
             found = globals()[name] = getattr(module, own)
             return found
-        if name == "contrib":
-            return importlib.import_module(f"{__name__}.contrib")
+        if name in MODULES.values():
+            return importlib.import_module(f"{__name__}.{name}")
         from kvstore.errors.hints import missing
 
         raise missing("kvstore.optimizer", name, __all__)

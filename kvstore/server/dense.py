@@ -168,14 +168,16 @@ class DenseStores:
 
     def _in_a_row(self, groups: Sequence[Sequence[PartEntry]]) -> list[Flat]:
         """Return memory for groups of parts, in which each key lies in one piece."""
+        if not groups:
+            return []
         starts, stop = [], 0
-        key: Any = None
+        last = groups[0][0]
         for group in groups:
-            if group[0].key != key:
+            if (group[0].key, group[0].dtype) != (last.key, last.dtype):
                 stop = -(-stop // _ALIGNMENT) * _ALIGNMENT
             starts.append(stop)
             stop += sum(entry.num_elements for entry in group) * group[0].dtype.itemsize
-            key = group[-1].key
+            last = group[-1]
         whole = self._allocate(stop)
         return [whole[start:end] for start, end in zip(starts, [*starts[1:], stop], strict=True)]
 

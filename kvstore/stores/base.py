@@ -173,14 +173,16 @@ class KVStore(WorkerCalls):
         The value includes this worker's own pushes before the call. The array is valid until this
         worker's next push of the key. ``pushpull`` and ``pushpull_async`` renew it if it is their
         ``out``: then the new value is there when the call is done, and meanwhile it must not be
-        read. Any other push, ``delete``, ``load_checkpoint``, ``load_optimizer_states``,
-        ``set_gradient_compression`` and ``close`` end it: an array that is still in use keeps the
+        read. Any other push, ``delete``, ``load_checkpoint``, ``set_gradient_compression`` and
+        ``close`` end it: an array that is still in use keeps the
         old value, for which it is copied, and is an ordinary read-only array from then on. Two
         calls without a push between them return the same memory.
 
-        Nothing is copied in stores of one process, and in synchronous ones for keys of at least
-        64 KiB on one server of this machine; in other cases the array has memory of its own, which
-        ``view`` and ``pushpull`` fill. Returns an array of NumPy, or a list of them for a list of
+        Nothing is copied in stores of one process for keys of more than 65,536 elements, and in
+        synchronous ones for keys of at least 64 KiB on one server of this machine; in other cases
+        the array has memory of its own, which ``view`` and ``pushpull`` fill. If a call that has a
+        view as ``out`` fails, the content of the view is undefined. Do not make a view of a key
+        while another thread pushes it. Returns an array of NumPy, or a list of them for a list of
         keys. Raises ``UnknownKeyError``, and ``NotSupportedError`` for stores of type
         ``dist_async``, whose values change at any time, for row-sparse keys and for keys on a GPU.
         """

@@ -3,13 +3,14 @@
 A *view* shows a key's value where the store keeps it. It is valid until this worker's next push of
 the key. A ``pushpull`` that has it as ``out`` renews it. Any other push ends it: an array that is
 still in use then keeps the old value and is no longer part of this table. Nothing here refers to
-the arrays over the store's memory, so that their views end with their last reference. Pure; the
-store's rules for threads apply. Read next: ``dist/views.py`` and ``local/values.py``, which make
-views.
+the arrays over the store's memory, so that their views end with their last reference. Pure. Any
+thread may call, but one that pushes a key while another makes a view of it may end neither the old
+nor the new one. Read next: ``dist/views.py`` and ``local/values.py``, which make views.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from kvstore.arrays.keys import Key, KeySpec
 from kvstore.errors import NotSupportedError
+from kvstore.stores.arguments import normalise_keys
 
 HostArray = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -85,66 +87,100 @@ class View:
         return np.asarray(owner).view(self.spec.dtype).reshape(self.spec.shape)
 
 
+class ShownBytes(np.ndarray[Any, np.dtype[np.uint8]]):
+    """The memory of a live view, as the target of a value that arrives."""
+
+    views: Views
+    shows: View
+
+    def receive(self, start: int, stop: int, values: Bytes) -> None:
+        """Take some bytes of the value, which are here already unless the view has ended."""
+        with self.views.lock:
+            if not self.shows.is_live:
+                self[start:stop] = values
+
+
 class Views:
-    """The views of one store that are in use."""
+    """The views of one store: live ones in use, others until they end."""
 
     def __init__(self, keep_values: Callable[[Key, HostArray], None]) -> None:
         """``keep_values`` lets the memory of a live view keep its present values."""
         self._keep_values = keep_values
         self._views: dict[Key, View] = {}
+        self.lock = threading.RLock()
+        """Guards the table, and ends a view either before or after a value arrives."""
 
     def __bool__(self) -> bool:
         return bool(self._views)
 
     def add(self, key: Key, memory: HostArray, *, is_live: bool) -> HostArray:
-        """Return a new view of a key: a read-only array over this memory.
+        """Return the view of a key: the present one, or a new one over this memory.
 
         ``memory`` is writable and C-contiguous, of the key's shape and dtype.
         """
-        view = self._views[key] = View(memory, is_live=is_live)
-        return view.begin(memory)
+        with self.lock:
+            found = self.array(key)  # another thread may have made one
+            if found is not None:
+                return found
+            view = self._views[key] = View(memory, is_live=is_live)
+            return view.begin(memory)
 
     def array(self, key: Key) -> HostArray | None:
-        """Return the view of a key if there is one in use, as a read-only array."""
-        view = self._views.get(key)
-        if view is None or view.shown is not None:
-            return None if view is None else view.shown
-        memory = view.memory
-        if memory is None:
-            del self._views[key]
-            return None
-        return _read_only(memory)
+        """Return the view of a key if there is one, as a read-only array."""
+        with self.lock:
+            view = self._views.get(key)
+            if view is None or view.shown is not None:
+                return None if view is None else view.shown
+            memory = view.memory
+            if memory is None:
+                del self._views[key]
+                return None
+            return _read_only(memory)
 
-    def is_live(self, key: Key, memory: Bytes) -> bool:
-        """Return whether this is the memory of a live view of the key."""
+    def live(self) -> dict[Key, HostArray]:
+        """Return the memory of each live view that is in use."""
+        with self.lock:
+            live = {key: view.memory for key, view in self._views.items() if view.is_live}
+            return {key: memory for key, memory in live.items() if memory is not None}
+
+    def target(self, key: Key, memory: Bytes) -> Bytes:
+        """Return the target for a value that a call receives in this memory."""
         view = self._views.get(key)
-        if view is None or not view.is_live:
-            return False
-        return address_of(memory) == view.address and view.memory is not None
+        if view is None or not view.is_live or address_of(memory) != view.address:
+            return memory
+        target = memory.view(ShownBytes)
+        target.views, target.shows = self, view
+        return target
 
     def opened(self, key: object, out: Any) -> tuple[Any, set[Key]]:
-        """Return ``out`` with views as writable arrays, and the keys of these."""
+        """Return ``out`` with views as writable arrays, and the keys of these.
+
+        Only a view that is the one ``out`` of its key is opened.
+        """
         if not self._views or out is None:
             return out, set()
-        if not isinstance(key, _LISTS):
-            found = self._opened_one(key, out)
-            return (out, set()) if found is None else (found, {key})  # type: ignore[arg-type]
-        if not isinstance(out, _LISTS) or len(out) != len(key):
+        keys, single = normalise_keys(key)
+        if single:
+            found = self._opened_one(keys[0], out)
+            return (out, set()) if found is None else (found, {keys[0]})
+        if not isinstance(out, _LISTS) or len(out) != len(keys) or len(set(keys)) < len(keys):
             return out, set()
-        arrays, keys = list(out), set()
-        for index, (item, array) in enumerate(zip(key, out, strict=True)):
+        arrays, opened = list(out), set()
+        for index, (item, array) in enumerate(zip(keys, out, strict=True)):
             found = self._opened_one(item, array)
             if found is not None:
                 arrays[index] = found
-                keys.add(item)
-        return arrays, keys
+                opened.add(item)
+        return arrays, opened
 
-    def _opened_one(self, key: Any, out: Any) -> HostArray | None:
-        view = self._views.get(key) if isinstance(key, (int, str)) else None
-        if view is not None and out is not None and out is view.shown:
-            return view.memory  # the usual case of small values
+    def _opened_one(self, key: Key, out: Any) -> HostArray | None:
+        view = self._views.get(key)
+        if view is None or out is None:
+            return None
+        if out is view.shown:  # the usual case of small values
+            return view.memory
         array = out[0] if isinstance(out, _LISTS) and len(out) == 1 else out
-        if view is None or not isinstance(array, np.ndarray) or not view.is_memory_of(array):
+        if not isinstance(array, np.ndarray) or not view.is_memory_of(array):
             return None
         return view.memory
 
@@ -155,11 +191,19 @@ class Views:
         """
         if not self._views:
             return
-        for key in list(self._views) if keys is None else keys:
-            view = None if key in kept else self._views.pop(key, None)
-            memory = None if view is None or not view.is_live else view.memory
-            if memory is not None:
-                self._keep_values(key, memory)
+        with self.lock:
+            for key in list(self._views) if keys is None else keys:
+                view = None if key in kept else self._views.pop(key, None)
+                memory = None if view is None or not view.is_live else view.memory
+                if view is not None and memory is not None:
+                    self._keep_values(key, memory)
+                    view.is_live = False
+
+    def forget(self, keys: Iterable[Key] | None = None) -> None:
+        """Drop the views of these keys (None: all), whose memory the store gives up."""
+        with self.lock:
+            for key in list(self._views) if keys is None else keys:
+                self._views.pop(key, None)
 
 
 def address_of(array: HostArray) -> int:
@@ -180,15 +224,3 @@ def check_viewable(keys: Iterable[Key], is_row_sparse: Callable[[Key], bool]) ->
             f"key {key!r} is row-sparse, so there is no array of its whole value to show; call "
             "row_sparse_pull for some rows, or pull"
         )
-
-
-def writable(view: HostArray) -> HostArray:
-    """Return the memory of a view as a writable array, for libraries that need one.
-
-    What is written there is not stored, and new values may no longer appear in its pages.
-    """
-    memory = view
-    while isinstance(memory.base, np.ndarray):
-        memory = memory.base
-    found: HostArray = memory.view(view.dtype).reshape(view.shape)
-    return found

@@ -18,7 +18,7 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -121,6 +121,27 @@ def keep_values(memory: Bytes) -> None:
         one_of_each_page = memory[::PAGE_BYTES]
         one_of_each_page[:] = one_of_each_page.copy()
         memory[-1:] = memory[-1:].copy()
+
+
+def written(memories: Sequence[Bytes]) -> list[int]:
+    """Return which of these, from ``map_copy_on_write``, this process has written to.
+
+    Returns their positions. Such a page is no longer one of the file (proc(5), pagemap, bit 61).
+    Where the system does not tell, the list is empty.
+    """
+    found = []
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            for index, memory in enumerate(memories):
+                start = memory.__array_interface__["data"][0]
+                first, last = start // mmap.PAGESIZE, (start + len(memory) - 1) // mmap.PAGESIZE
+                entries = os.pread(pages.fileno(), 8 * (last + 1 - first), 8 * first)
+                kinds = np.frombuffer(entries, np.uint64) >> np.uint64(61)
+                if (kinds & np.uint64(5) == 4).any():  # present, and not a page of a file
+                    found.append(index)
+    except OSError:
+        return []
+    return found
 
 
 class _Mapping:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role
-from pslite.memory.segment import Bytes, keep_values
+from pslite.memory.segment import Bytes, keep_values, written
 from pslite.memory.sharing import PATIENCE_S
 from pslite.node.links import Delivery
 from pslite.node.office import Office
@@ -72,6 +72,11 @@ class LocalPeers:
     def keep_values(memory: Bytes) -> None:
         """Let memory from ``copy_on_write`` keep its present values."""
         keep_values(memory)
+
+    @staticmethod
+    def written(memories: Sequence[Bytes]) -> list[int]:
+        """Return which memories from ``copy_on_write`` this process has written to."""
+        return written(memories)
 
     def arrived(self, peer: str, node: int, message: Message) -> None:
         """Handle one of ``MESSAGES``, from a node of the roster."""

@@ -98,6 +98,60 @@ def test_two_runs_give_the_same_bits_and_workers_keep_no_states(synchronous: Wor
     assert first[0] == first[1] == synchronous.run(script, synchronous.create())[0]
 
 
+def test_large_weights_move_to_views_but_not_those_that_share_their_memory(two: Workers) -> None:
+    def script(kv: Any) -> None:
+        model = torch.nn.ModuleList(torch.nn.Linear(200, 200, bias=False) for _ in range(4))
+        shared, whole = model[1].weight, torch.zeros(2, 200, 200)
+        model[2].weight.data = whole[1]
+        shared.data.share_memory_()
+        places = [each.data_ptr() for each in model.parameters()]
+        optimizer = kvt.ServerOptimizer(model, kv, "sgd", lr=1.0)
+        moved = [each.data_ptr() != at for each, at in zip(model.parameters(), places, strict=True)]
+        assert moved == [True, False, False, True]
+        before = [each.detach().clone() for each in model.parameters()]
+        for _ in range(2):
+            sum(each.weight.sum() for each in model).backward()
+            optimizer.step()
+        for each, old in zip(model.parameters(), before, strict=True):
+            assert_close(each.detach(), old - 2.0)
+        assert_close(whole[1], before[2] - 2.0)
+        kv.close()
+        assert_close(model[0].weight.detach(), before[0] - 2.0)
+
+    two.run(script)
+
+
+def test_one_number_that_is_written_to_a_weight_on_a_view_is_noticed(two: Workers) -> None:
+    """Its page would never show a new weight."""
+
+    def script(kv: Any) -> None:
+        model = torch.nn.Linear(300, 300, bias=False)
+        optimizer = kvt.ServerOptimizer(model, kv, "sgd", lr=1.0)
+        model.weight.sum().backward()
+        optimizer.step()
+        model.weight.data[123, 45] = 7.0
+        with pytest.raises(UsageError, match="weights of 'weight' were changed after the last"):
+            model.weight.sum().backward()
+
+    two.run(script)
+
+
+def test_states_can_be_loaded_while_weights_are_on_views(two: Workers) -> None:
+    def script(kv: Any) -> None:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(300, 300, bias=False)
+        optimizer = kvt.ServerOptimizer(model, kv, "sgd", lr=1.0, momentum=0.5)
+        begun = model.weight.detach().clone()
+        for _ in range(3):
+            optimizer.load_state_dict(optimizer.state_dict())
+            model.weight.sum().backward()
+            optimizer.step()
+            assert list(kv.live_views()) == ["weight"]
+        assert_close(begun - model.weight.detach(), torch.full((300, 300), 1 + 1.5 + 1.75))
+
+    two.run(script)
+
+
 def test_weights_land_in_the_memory_of_the_parameters(two: Workers) -> None:
     def script(kv: Any) -> None:
         model = net()

@@ -373,15 +373,22 @@ BUGS = [
     Bug(
         "a key in several arenas does not lie in one piece",
         "kvstore/server/dense.py",
-        "if group[0].key != key:\n                stop = -(-stop",
+        "if (group[0].key, group[0].dtype) != (last.key, last.dtype):\n                stop = -(-stop",
         "if True:\n                stop = _ALIGNMENT + -(-stop",
         "tests/inproc/test_store_views.py",
     ),
     Bug(
         "a local store changes the memory of a view that was kept",
         "kvstore/stores/local/values.py",
-        "            entry.set_weight(entry.weight.copy())\n\n    def _without_shown",
-        "            pass\n\n    def _without_shown",
+        "            entry.set_weight(entry.weight.copy())\n",
+        "            pass\n",
+        "tests/unit/kvstore/stores/test_views.py",
+    ),
+    Bug(
+        "a value is not copied when its view has ended before it arrives",
+        "kvstore/stores/views.py",
+        "            if not self.shows.is_live:\n",
+        "            if False:\n",
         "tests/unit/kvstore/stores/test_views.py",
     ),
 ]

@@ -21,7 +21,6 @@ from kvstore.frameworks.torch.tensors import array_of, fill
 from kvstore.sparse import RowSparseArray
 from kvstore.stores.dist.store import DistKVStore
 from kvstore.stores.dist.views import LEAST_MAPPED_BYTES
-from kvstore.stores.views import writable
 from pslite import Future
 from pslite.future import completed
 
@@ -150,8 +149,13 @@ class PushedGradients:
     def _move_to_views(self, places: Sequence[int]) -> None:
         """Let parameters live on the memory in which new weights appear."""
         if places:
-            for place, view in zip(places, self._kv.view(self._names(places)), strict=True):
-                self._weights[place].data = torch.from_numpy(writable(view))
+            shown = self._kv.view(self._names(places))  # a view that nothing refers to ends
+            live = self._kv.live_views()
+            del shown
+            for place in places:
+                memory = live.get(self._keys[place])
+                if memory is not None:
+                    self._weights[place].data = torch.from_numpy(memory)
 
     def _names(self, places: Sequence[int]) -> list[Key]:
         return [self._keys[place] for place in places]
@@ -202,12 +206,12 @@ def _in_memory(tensor: torch.Tensor) -> Any:
 
 
 def _may_move(weight: torch.Tensor) -> bool:
-    """Return whether a weight is large, plain memory of the CPU."""
-    is_on_host = weight.device.type == "cpu" and weight.layout == torch.strided
-    is_large = weight.numel() * weight.element_size() >= LEAST_MAPPED_BYTES
-    return (
-        bool(is_large and is_on_host and weight.is_contiguous()) and weight.dtype != torch.bfloat16
-    )
+    """Return whether a weight is large, on the CPU, and alone in its memory."""
+    if weight.device.type != "cpu" or weight.layout != torch.strided or weight.is_shared():
+        return False
+    nbytes = weight.numel() * weight.element_size()
+    is_alone = weight.is_contiguous() and weight.untyped_storage().nbytes() == nbytes
+    return bool(is_alone) and nbytes >= LEAST_MAPPED_BYTES and weight.dtype != torch.bfloat16
 
 
 def _ids_of(gradient: torch.Tensor | None) -> np.ndarray[Any, Any]:

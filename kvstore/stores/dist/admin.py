@@ -226,6 +226,9 @@ class DistControl(KVStore):
     def load_checkpoint(self, directory: Path) -> None:
         directory = checked_path(directory)
         residuals = path_in_checkpoint(directory, self.rank)
+        self._check_may_wait()
+        self._settle()
+        self._end_views()
         self._load("load_checkpoint", partial(CheckpointReader, directory), residuals)
 
     def load_optimizer_states(self, fname: Path) -> None:
@@ -253,7 +256,6 @@ class DistControl(KVStore):
 
         self._check_may_wait()
         self._settle()
-        self._end_views()
         read = partial(read_residuals, self._exchange.coding, residuals)
         restore_residuals = self._joint_calls.prepare(name, read)
         entries = self._together(name, load)

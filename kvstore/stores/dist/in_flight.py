@@ -23,7 +23,7 @@ import numpy as np
 
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key, KeySpec
-from kvstore.stores.dist.plan import NOWHERE, Bytes, Group, flat_bytes, gather, views
+from kvstore.stores.dist.plan import Bytes, Group, flat_bytes, gather, views
 from pslite import Postoffice
 from pslite.future import Future
 from pslite.plane import Transfer
@@ -276,11 +276,8 @@ def _owners(memories: Sequence[Bytes]) -> list[int] | None:
 
     Memories with different owners cannot overlap. This costs a twentieth of comparing addresses.
     """
-    found: list[int] = []
+    found = []
     for memory in memories:
-        if memory is NOWHERE:
-            found.append(-1 - len(found))
-            continue
         base = memory.base
         if type(base) is not np.ndarray or base.base is not None or base.nbytes != memory.size:
             return None

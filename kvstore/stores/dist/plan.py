@@ -15,6 +15,7 @@ import numpy as np
 
 from kvstore.protocol.placement import message_bytes, most_group_bytes
 from kvstore.protocol.requests import KeyEntry, PartEntry, bytes_of
+from kvstore.stores.views import ShownBytes
 from pslite import Config
 from pslite.ids import Role, node_id
 from pslite.plane import Piece
@@ -23,9 +24,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """The memory of an array, flat."""
 
 _BYTE: np.dtype[np.uint8] = np.dtype(np.uint8)
-
-NOWHERE: Bytes = np.empty(0, _BYTE)
-"""The target of a value that is not copied: its view shows it (``views.py``)."""
 
 MAX_PARTS = 4096
 """A message has at most this many parts."""
@@ -145,7 +143,7 @@ def group_parts(
 
 
 def joined_by_keys(groups: Sequence[Group], most_bytes: int) -> list[list[Group]]:
-    """Return the groups in lists: all groups with parts of a key in one list.
+    """Return lists of groups: those with parts of one key together, if they fit.
 
     This holds for each server. The groups of a list have at most ``most_bytes``, or are one group.
     """
@@ -243,7 +241,9 @@ def scatter_into(
                 memory = np.frombuffer(frame, np.uint8)
             key, start, stop = slices[index]
             target = arrays[key]
-            if target is not NOWHERE:
+            if type(target) is ShownBytes:
+                target.receive(start, stop, memory[piece.start : piece.stop])
+            else:
                 target[start:stop] = memory[piece.start : piece.stop]
 
     return sink
@@ -257,9 +257,12 @@ def _decode_into(
             came = bytes_of(piece)
             key, start, stop = slices[index]
             decoder = decoders[index]
-            if decoder is None:
-                arrays[key][start:stop] = came
+            target = arrays[key]
+            if type(target) is ShownBytes:  # a live view, so the value is not encoded
+                target.receive(start, stop, came)
+            elif decoder is None:
+                target[start:stop] = came
             else:
-                decoder.decode(came, arrays[key][start:stop])
+                decoder.decode(came, target[start:stop])
 
     return sink

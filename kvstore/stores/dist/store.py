@@ -207,6 +207,18 @@ class DistKVStore(DistControl):
         self._check()  # as in _pull
         return views[keys[0]] if single else [views[item] for item in keys]
 
+    def live_views(self) -> dict[Key, np.ndarray[Any, Any]]:
+        """Return the views in use over servers' memory, as writable arrays.
+
+        For libraries that do not know read-only arrays. What is written there is not stored and
+        damages nothing, but new values no longer appear in its pages (``written_views``).
+        """
+        return self._views.live()
+
+    def written_views(self) -> list[Key]:
+        """Return the keys of ``live_views`` to whose memory this process has written."""
+        return self._shown.written()
+
     def row_sparse_pull(
         self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> Any:
@@ -336,7 +348,7 @@ class DistKVStore(DistControl):
 
     def _landing(self, filled: Checked) -> Destination:
         landing = filled.landing()
-        self._shown.skip(filled.keys.keys, landing.memories)
+        self._shown.watch(filled.keys.keys, landing.memories)
         return landing
 
     def _wanted(

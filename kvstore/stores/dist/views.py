@@ -18,7 +18,7 @@ import numpy as np
 from kvstore.arrays.keys import Key
 from kvstore.stores.arguments import KeyTable
 from kvstore.stores.dist.in_flight import Operation
-from kvstore.stores.dist.plan import NOWHERE, Bytes, Group, flat_bytes
+from kvstore.stores.dist.plan import Bytes, Group, flat_bytes
 from kvstore.stores.dist.transfer import DenseExchange
 from kvstore.stores.views import HostArray, Views
 from pslite import Postoffice
@@ -63,16 +63,21 @@ class DistViews:
             memories, _ = views.opened(rest, [shown[key] for key in rest])
             targets = [flat_bytes(memory) for memory in memories]
             listed = self._keys.listed(rest)
-            self.skip(rest, targets)
+            self.watch(rest, targets)
             self._wait(self._exchange.begin(listed, None, targets, 0, copy=False))
         return [shown[key] for key in keys]
 
-    def skip(self, keys: Sequence[Key], targets: MutableSequence[Bytes]) -> None:
-        """Replace the targets in which new values appear by themselves by ``NOWHERE``."""
+    def watch(self, keys: Sequence[Key], targets: MutableSequence[Bytes]) -> None:
+        """Replace the targets that are live views, so that nothing is copied to them."""
         if self.views:
             for index, key in enumerate(keys):
-                if self.views.is_live(key, targets[index]):
-                    targets[index] = NOWHERE
+                targets[index] = self.views.target(key, targets[index])
+
+    def written(self) -> list[Key]:
+        """Return the keys to whose live views this process has written."""
+        live = self.views.live()
+        keys, memories = list(live), list(map(flat_bytes, live.values()))
+        return [keys[index] for index in self._node.nearby.written(memories)]
 
     def _may_map(self, key: Key) -> bool:
         entry = self._exchange.entries[key]
@@ -92,7 +97,7 @@ class DistViews:
         def noting(group: Group, sink: Sink) -> Sink:
             return _noting_places(group, places)
 
-        targets = [NOWHERE] * len(keys)
+        targets: list[Bytes] = [np.empty(0, np.uint8)] * len(keys)  # the sink needs none
         listed = self._keys.listed(keys)
         self._wait(self._exchange.begin(listed, None, targets, 0, copy=False, wrap=noting))
         found = {}

@@ -273,6 +273,8 @@ class LocalKVStore(KVStore):
 
     def load_checkpoint(self, directory: Path) -> None:
         with self._lock, CheckpointReader(directory) as saved:
+            self._check_open()
+            self._values.views.end()
             self._load(saved, path_in_checkpoint(directory, 0))
 
     def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
@@ -301,7 +303,6 @@ class LocalKVStore(KVStore):
     def _load(self, saved: SavedStates, residuals: pathlib.Path) -> None:
         self._check_open()
         restore_residuals = read_residuals(self._values.coding, residuals)
-        self._values.views.end()
         take(self._values, saved)
         restore_residuals()
 

@@ -144,6 +144,22 @@ def test_parts_that_are_there_already_keep_their_values() -> None:
     assert server.read(1, 2)[1] == [[5.0] * 4, [7.0] * 4]
 
 
+def test_a_message_of_which_all_parts_are_there_is_answered_too() -> None:
+    server = Server()
+    server.init(part(1), part(2), value=5.0)
+    assert server.init(part(1), part(2), value=7.0).body == b""
+    assert server.read(1, 2)[1] == [[5.0] * 4] * 2
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [1, 2], [0, 2], [-1, 3], [1.0, 1], ["2"], [[2]]])
+def test_cuts_that_do_not_fit_the_parts_create_nothing(cuts: list[Any]) -> None:
+    server = Server()
+    fields = STORE, True, pack_parts([part(1), part(2)]), [-1, -1], cuts
+    asked = server.ask(StoreCall.INIT, *fields, frames=[bytes(32)])
+    assert isinstance(asked.error, ProtocolError)
+    assert server.stats()["parts"] == 0
+
+
 def test_an_empty_part_is_one_too() -> None:
     server = Server()
     server.init(part(1, 0), part(2, 2))

@@ -13,7 +13,7 @@ from kvstore import RowSparseArray, create, optimizer
 from kvstore.arrays.dtypes import bfloat16
 from kvstore.errors import NotSupportedError, UnknownKeyError, ValueMismatchError
 from kvstore.stores.base import KVStore
-from kvstore.stores.views import Views, address_of, writable
+from kvstore.stores.views import ShownBytes, Views, address_of
 
 LARGE = np.zeros((300, 300), np.float32)
 """Has memory of its own in a local store, so that its view is live."""
@@ -206,11 +206,68 @@ def test_only_the_whole_view_of_the_same_key_is_opened() -> None:
     assert not view.flags.writeable
 
 
-def test_the_memory_of_a_view_can_be_had_for_libraries_that_write() -> None:
+def test_the_memory_of_live_views_can_be_had_for_libraries_that_write() -> None:
     views = Views(lambda key, memory: None)
-    view = views.add("w", np.zeros((2, 3)), is_live=False)
-    writable(view)[1, 2] = 5.0
-    assert view[1, 2] == 5.0
-    live = views.add("v", np.zeros((2, 3), np.float16), is_live=True)
-    writable(live)[1, 2] = 5.0
+    own = views.add("own", np.zeros((2, 3)), is_live=False)
+    live = views.add("live", np.zeros((2, 3), np.float16), is_live=True)
+    found = views.live()
+    assert list(found) == ["live"]
+    found["live"][1, 2] = 5.0
     assert live[1, 2] == 5.0
+    assert own.sum() == 0
+
+
+def test_a_value_that_arrives_after_its_view_has_ended_is_copied() -> None:
+    """A push has ended it, while an earlier call that fills it was under way."""
+    views = Views(lambda key, memory: None)
+    view = views.add("w", np.zeros(4), is_live=True)
+    memory = views.live()["w"].view(np.uint8)
+    target = views.target("w", memory)
+    assert type(target) is ShownBytes
+    value = np.ones(4).view(np.uint8)
+    target.receive(0, 16, value[:16])
+    assert view.sum() == 0  # the store writes there itself
+    views.end(["w"])
+    target.receive(0, 16, value[:16])
+    assert view.tolist() == [1, 1, 0, 0]
+    assert views.target("w", memory) is memory
+
+
+def test_a_view_that_is_one_of_several_outs_is_not_opened(kv: KVStore) -> None:
+    view, own = kv.view("large"), np.empty_like(LARGE)
+    for key, value, out in (
+        ("large", LARGE, [own, view]),
+        (["large", "large"], [LARGE, LARGE], [own, view]),
+    ):
+        with pytest.raises(ValueMismatchError, match=r"read-only.*the only out of its key"):
+            kv.pushpull(key, value, out=out)
+    assert (kv.view("large") == 0).all()
+
+
+def test_keys_may_be_integers_of_numpy(kv: KVStore) -> None:
+    with create(kv.type) as other:
+        other.init(np.int64(3), LARGE)
+        view = other.view(np.int64(3))
+        other.pushpull(np.int64(3), LARGE + 1, out=view)
+        assert (view == 1).all()
+
+
+def test_a_view_may_be_pushed_while_the_call_renews_it(kv: KVStore) -> None:
+    kv.init("other", LARGE)
+    kv.push("large", LARGE + 1)
+    view, out = kv.view("large"), np.empty_like(LARGE)
+    kv.pushpull(["large", "other"], [LARGE + 5, view], out=[view, out])
+    assert (view == 5).all()
+    assert (out == 1).all()
+    kv.pushpull("large", [LARGE + 1, LARGE + 2, view], out=view)
+    assert (view == 8).all()
+
+
+def test_states_can_be_loaded_under_a_view(kv: KVStore, tmp_path: pathlib.Path) -> None:
+    kv.set_optimizer(optimizer.create("sgd", learning_rate=-1.0, momentum=0.5))
+    kv.push("large", LARGE + 1)
+    kv.save_optimizer_states(tmp_path / "states")
+    view = kv.view("large")
+    kv.load_optimizer_states(tmp_path / "states")
+    kv.pushpull("large", LARGE, out=view)
+    assert (view == 1.5).all()
