@@ -373,8 +373,8 @@ BUGS = [
     Bug(
         "a key in several arenas does not lie in one piece",
         "kvstore/server/dense.py",
-        "if (group[0].key, group[0].dtype) != (last.key, last.dtype):\n                stop = -(-stop",
-        "if True:\n                stop = _ALIGNMENT + -(-stop",
+        "                stop = -(-stop // _ALIGNMENT)",
+        "                pass\n            stop = (2 + stop // _ALIGNMENT)",
         "tests/inproc/test_store_views.py",
     ),
     Bug(
