@@ -124,8 +124,8 @@ def _remove(path: Path) -> None:
 def read_residuals(coding: StoreCompression | None, path: Path) -> Callable[[], None]:
     """Read and check the file; return a function that loads it into the store.
 
-    So a damaged file changes nothing. Without compression the file is not read. Raises
-    ``CheckpointError``.
+    Nothing changes before that call, so a damaged file does no harm. Without compression the file
+    is not read. Raises ``CheckpointError``.
     """
     if coding is None:
         return lambda: None

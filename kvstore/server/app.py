@@ -170,7 +170,10 @@ class ServerStores:
         if form != ROWS_FORM or found is None:
             raise UsageError(f"this server does not have part {part} in form {form}")
         if is_push and isinstance(found, Part) and found.rule.chain is not None:
-            raise UsageError(f"part {part} is compressed and cannot be pushed by rows")
+            raise UsageError(
+                f"{found.title} has gradient compression, which does not take row-sparse pushes; "
+                "push a dense value"
+            )
         rows: Formed = taken(found, piece, is_push=is_push)
         return rows
 

@@ -148,7 +148,10 @@ def _name_and_port(place: str) -> tuple[str, int | None]:
     if place.startswith("["):
         name, closed, rest = place[1:].partition("]")
         if not (closed and _is_ipv6(name) and (not rest or rest.startswith(":"))):
-            raise _Mistake(f"'{place}' is not an IPv6 address; write it as in [2001:db8::7]:22")
+            raise _Mistake(
+                "expected an IPv6 address, and a port if any, as in [2001:db8::7]:22, got "
+                f"'{place}'"
+            )
         return name, _port(rest[1:]) if rest else None
     if place.count(":") > 1:
         raise _Mistake(

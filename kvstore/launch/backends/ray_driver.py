@@ -121,7 +121,10 @@ class Driver:
 
             ray.init(**how, log_to_driver=False, logging_level="ERROR")
         except Exception as error:
-            raise CannotRun(f"{where} cannot be used: {error}") from error
+            raise CannotRun(
+                f"{where} cannot be used: {error}; check the address (--address or RAY_ADDRESS) "
+                "and the installed version of ray"
+            ) from error
 
     def _place(self) -> None:
         """Wait until Ray has room for all processes."""

@@ -167,9 +167,9 @@ def is_member(
 ) -> bool | None:
     """Tell from two files of /proc/PID whether the process belongs to the job.
 
-    None means: ask again. While a process executes a new program, it first has no environment
-    (``stat`` then shows 0 as its end) and then the new one, but in both cases the file may have
-    been read as empty. Threads of the kernel have no memory at all. Source: proc(5), fs/exec.c of
+    Returns None if that is not known yet: ask again. While a process starts a new program, its
+    environment may have been read as empty although it is not. Threads of the kernel have no
+    memory, so their empty environment is right. Source: proc(5), fs/exec.c of
     Linux.
     """
     # After the command's name, which may contain any character; proc(5) counts from 1, with

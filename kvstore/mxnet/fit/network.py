@@ -132,7 +132,7 @@ def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[
     """Cut a batch into one slice for each device, in proportion to the loads.
 
     Device i gets round(load_i * batch_size / sum) samples (halves are rounded to even). The last
-    device also gets the samples that are left, and slices end at ``batch_size``. Raises
+    device also gets the samples that are left over; no slice goes beyond ``batch_size``. Raises
     ``UsageError`` if a device would get no sample. Source of the rule: ``_split_input_slice`` in
     python/mxnet/executor_manager.py of the original.
     """

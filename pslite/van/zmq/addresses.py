@@ -162,7 +162,7 @@ def listening_endpoint(descriptor: int, host: str, port: int) -> Endpoint:
     if family not in (socket.AF_INET, socket.AF_INET6) or not listens:
         raise ConfigError(f"{where} is not a listening TCP socket")
     if port not in (0, address[1]):
-        raise ConfigError(f"{where} listens on port {address[1]} instead")
+        raise ConfigError(f"{where} listens on port {address[1]}; set the same port in both places")
     text = format_address(address[0], address[1])
     return Endpoint(text, family == socket.AF_INET6, is_loopback(address[0]))
 

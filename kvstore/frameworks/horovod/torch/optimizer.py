@@ -176,7 +176,11 @@ class DistributedStep(torch.optim.Optimizer):  # type: ignore[misc]
         return super().step(closure)
 
     def synchronize(self) -> None:
-        """Wait until the gradients are those of all ranks, for example to clip them."""
+        """Combine the gradients of all ranks, and wait until that is done.
+
+        Call it before you change gradients, for example to clip them, and then call ``step`` in
+        ``skip_synchronize``.
+        """
         if self._exchange is not None:
             self._exchange.synchronize()
         self._is_synchronized = True

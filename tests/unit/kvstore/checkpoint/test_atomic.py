@@ -219,7 +219,7 @@ def test_a_text_that_names_no_file_is_refused_with_its_value(
     for name in (call, call.replace("save", "load")):
         with pytest.raises(CheckpointError) as caught:
             getattr(kv, name)(path)
-        assert str(caught.value).startswith("a file name must be non-empty text")
+        assert str(caught.value).startswith("a file name must be non-empty")
         assert str(caught.value).endswith(f", got {path!r}")
     with pytest.raises(ArgumentTypeError, match="got b'a'"):
         getattr(kv, call)(b"a")
