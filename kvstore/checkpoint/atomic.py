@@ -64,7 +64,7 @@ def checked_path(path: object) -> Path:
         encoded = b""
     if not encoded or b"\0" in encoded:
         raise CheckpointError(
-            f"a file name must be non-empty Unicode text without NUL characters, got {text!r}"
+            f"a file name must be non-empty text in valid Unicode without NUL, got {text!r}"
         )
     return Path(path)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from kvstore.optimizer.base import MODULES, Optimizer, create, register
-from kvstore.optimizer.parameters import Number
+from kvstore.optimizer.base import Optimizer, create, register
+from kvstore.optimizer.parameters import MODULES, Number
 from kvstore.optimizer.schedule import Schedule
 from kvstore.optimizer.serialize import from_plain, to_plain
 from kvstore.optimizer.updater import Updater, get_updater

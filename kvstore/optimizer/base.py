@@ -17,7 +17,6 @@ imported. The modules of this package are imported when one of their names is fi
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -40,9 +39,12 @@ from kvstore.optimizer.parameters import (
     build,
     check_known,
     convert_fields,
+    find,
+    known_names,
     parameter_names,
     positions,
     register_in,
+    registry,
 )
 from kvstore.optimizer.schedule import ScaledScheduler, Schedule
 from kvstore.optimizer.scripted import (
@@ -448,50 +450,6 @@ def _refuse_to_delete(self: Optimizer, name: str) -> NoReturn:
 
 _Class = TypeVar("_Class", bound=type)
 
-_registry: dict[str, type[Optimizer]] = {}
-
-MODULES = {
-    "AdaDelta": "adaptive",
-    "AdaGrad": "adaptive",
-    "RMSProp": "adaptive",
-    "Adam": "adam",
-    "AdamW": "adam",
-    "Adamax": "adam",
-    "Nadam": "adam",
-    "FTML": "ftrl",
-    "Ftrl": "ftrl",
-    "GroupAdaGrad": "contrib",
-    "LAMB": "layerwise",
-    "LARS": "layerwise",
-    "LBSGD": "layerwise",
-    "DCASGD": "sgd",
-    "NAG": "sgd",
-    "SGD": "sgd",
-    "SGLD": "sgd",
-    "SignSGD": "sgd",
-    "Signum": "sgd",
-    "Test": "sgd",
-    "TorchSGD": "sgd",
-}
-"""The optimizers of this package -> the module of each, which is imported when it is first used.
-
-To define all of them costs a process 60 ms, and most train with one.
-"""
-
-_OWN_NAMES = {name.lower(): name for name in MODULES}
-
-
-def find(name: str) -> type[Optimizer] | None:
-    """Return the optimizer class that is registered as ``name``, or None."""
-    if name not in _registry and name in _OWN_NAMES:
-        importlib.import_module(f"kvstore.optimizer.{MODULES[_OWN_NAMES[name]]}")
-    return _registry.get(name)
-
-
-def known_names() -> list[str]:
-    """Return the names of all optimizers, sorted."""
-    return sorted({*_OWN_NAMES, *_registry})
-
 
 def register(klass: _Class) -> _Class:
     """Register an optimizer class under its lower-case name; used as a decorator.
@@ -508,7 +466,7 @@ def register(klass: _Class) -> _Class:
         register_scripted(klass)
         return klass
     find(name)  # so that a name of this package is taken before its module is imported
-    register_in(_registry, klass, name, "optimizer")
+    register_in(registry, klass, name, "optimizer")
     # A frozen dataclass has its own versions of these, but their error says only "frozen".
     klass.__setattr__ = _refuse_to_set  # type: ignore[assignment, method-assign]
     klass.__delattr__ = _refuse_to_delete  # type: ignore[assignment, method-assign]

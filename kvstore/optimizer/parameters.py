@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import math
 import numbers
@@ -50,6 +51,51 @@ _INTEGERS = range(-(2**63), 2**63)
 """The integers that are accepted: those of int64, which msgpack can encode."""
 
 _Class = TypeVar("_Class", bound=type)
+
+MODULES = {
+    "AdaDelta": "adaptive",
+    "AdaGrad": "adaptive",
+    "RMSProp": "adaptive",
+    "Adam": "adam",
+    "AdamW": "adam",
+    "Adamax": "adam",
+    "Nadam": "adam",
+    "FTML": "ftrl",
+    "Ftrl": "ftrl",
+    "GroupAdaGrad": "contrib",
+    "LAMB": "layerwise",
+    "LARS": "layerwise",
+    "LBSGD": "layerwise",
+    "DCASGD": "sgd",
+    "NAG": "sgd",
+    "SGD": "sgd",
+    "SGLD": "sgd",
+    "SignSGD": "sgd",
+    "Signum": "sgd",
+    "Test": "sgd",
+    "TorchSGD": "sgd",
+}
+"""The optimizers of this package -> the module of each, which is imported when it is first used.
+
+To define all of them costs a process 60 ms, and most train with one.
+"""
+
+_OWN_NAMES = {name.lower(): name for name in MODULES}
+
+registry: dict[str, type[Any]] = {}
+"""The registered optimizers by name."""
+
+
+def find(name: str) -> type[Any] | None:
+    """Return the optimizer class that is registered as ``name``, or None."""
+    if name not in registry and name in _OWN_NAMES:
+        importlib.import_module(f"kvstore.optimizer.{MODULES[_OWN_NAMES[name]]}")
+    return registry.get(name)
+
+
+def known_names() -> list[str]:
+    """Return the names of all optimizers, sorted."""
+    return sorted({*_OWN_NAMES, *registry})
 
 
 def unit(default: float) -> Any:

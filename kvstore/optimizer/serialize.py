@@ -34,9 +34,9 @@ from kvstore.errors import (
     OptimizerParameterError,
     UnknownOptimizerError,
 )
-from kvstore.optimizer import base, schedule
+from kvstore.optimizer import schedule
 from kvstore.optimizer.base import Optimizer
-from kvstore.optimizer.parameters import build, parameter_names
+from kvstore.optimizer.parameters import build, find, known_names, parameter_names
 from kvstore.optimizer.schedule import Schedule
 from kvstore.optimizer.scripted import check_travels
 from pslite.errors import ProtocolError
@@ -83,7 +83,7 @@ def to_plain(optimizer: Optimizer) -> list[Any]:
     Equal optimizers give equal data, with parameters in the same order. If the class of the
     optimizer or schedule is not registered, it raises ``UnknownOptimizerError``.
     """
-    if base.find(optimizer.name) is not type(optimizer):
+    if find(optimizer.name) is not type(optimizer):
         raise UnknownOptimizerError(
             f"{type(optimizer).__name__} is not registered: put @kvstore.optimizer.register "
             "before the class"
@@ -118,9 +118,9 @@ def from_plain(data: Any) -> Optimizer:
         OptimizerParameterError: a parameter or schedule is unknown or invalid.
     """
     name, params = _split(data, "optimizer")
-    cls = base.find(name)
+    cls = find(name)
     if cls is None:
-        known = ", ".join(base.known_names())
+        known = ", ".join(known_names())
         raise UnknownOptimizerError(f"no optimizer is named {name!r} (known: {known}); {HINT}")
     made: Optimizer = build(cls, {key: _value(key, item, 1) for key, item in params.items()})
     return made

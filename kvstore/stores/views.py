@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from kvstore.arrays.keys import Key, KeySpec
 from kvstore.errors import NotSupportedError
@@ -224,3 +226,18 @@ def check_viewable(keys: Iterable[Key], is_row_sparse: Callable[[Key], bool]) ->
             f"key {key!r} is row-sparse, so there is no array of its whole value to show; call "
             "row_sparse_pull for some rows, or pull"
         )
+
+
+def apart_from(memories: Iterable[HostArray], rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Return rows of arrays, copied where they lie in these memories."""
+    ranges = sorted(map(byte_bounds, memories))
+    starts = [start for start, _ in ranges]
+
+    def is_inside(array: Any) -> bool:
+        if not isinstance(array, np.ndarray) or array.base is None or not array.size:
+            return False
+        low, high = byte_bounds(array)
+        index = bisect_right(starts, high - 1) - 1
+        return index >= 0 and ranges[index][1] > low
+
+    return [[array.copy() if is_inside(array) else array for array in row] for row in rows]

@@ -138,11 +138,11 @@ def test_writing_to_the_memory_damages_neither_the_server_nor_other_workers(two:
         view = kv.view("large")
         with pytest.raises(ValueError, match="read-only"):
             view[0] = 7.0
-        assert kv.written_views() == []
+        assert kv.views.written() == []
         if kv.rank == 0:
-            kv.live_views()["large"][0, 0] = 7.0
+            kv.views.live()["large"][0, 0] = 7.0
             assert view[0, 0] == 7.0
-        assert kv.written_views() == (["large"] if kv.rank == 0 else [])
+        assert kv.views.written() == (["large"] if kv.rank == 0 else [])
         kv.barrier()
         return float(kv.pull("large").max())
 

@@ -146,7 +146,7 @@ def test_states_can_be_loaded_while_weights_are_on_views(two: Workers) -> None:
             optimizer.load_state_dict(optimizer.state_dict())
             model.weight.sum().backward()
             optimizer.step()
-            assert list(kv.live_views()) == ["weight"]
+            assert list(kv.views.live()) == ["weight"]
         assert_close(begun - model.weight.detach(), torch.full((300, 300), 1 + 1.5 + 1.75))
 
     two.run(script)

@@ -150,7 +150,7 @@ class PushedGradients:
         """Let parameters live on the memory in which new weights appear."""
         if places:
             shown = self._kv.view(self._names(places))  # a view that nothing refers to ends
-            live = self._kv.live_views()
+            live = self._kv.views.live()
             del shown
             for place in places:
                 memory = live.get(self._keys[place])

@@ -254,7 +254,7 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "after each pass, or pass backward_passes_per_step or use no_sync() to gather "
                 "gradients of several passes"
             )
-        changed = self._held.changed() or self.kv.written_views()
+        changed = self._held.changed() or self.kv.views.written()
         if changed:
             raise UsageError(
                 f"the weights of {', '.join(map(repr, changed[:5]))} were changed after the last "

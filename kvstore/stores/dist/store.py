@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key, Keys, Values
-from kvstore.errors import NotSupportedError, OptimizerNotSet
+from kvstore.errors import OptimizerNotSet
 from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.arguments import (
     KeyList,
@@ -45,10 +45,9 @@ from kvstore.stores.dist.plan import Bytes
 from kvstore.stores.dist.sparse import RowCalls
 from kvstore.stores.dist.tables import DistTables, StoreCalls
 from kvstore.stores.dist.transfer import noting_versions
-from kvstore.stores.dist.views import DistViews
+from kvstore.stores.dist.views import DistViews, no_views
 from kvstore.stores.lazy import begin_writing
 from kvstore.stores.tables import Table
-from kvstore.stores.views import check_viewable
 from pslite import Communicator, Config, Future, Postoffice
 from pslite.future import gather, settled
 
@@ -98,8 +97,8 @@ class DistKVStore(DistControl):
         super().__init__(name, node, synchronous=synchronous)
         self._group: Communicator = Communicator(node, name=f"store {self._servers.number}")
         self._rows = RowCalls(node, self._exchange, self._table)
-        self._shown = DistViews(node, self._exchange, self._table, self._wait_for_values)
-        self._views = self._shown.views
+        self.views = DistViews(node, self._exchange, self._table, self._wait_for_values)
+        self._views = self.views.views
         self._tables = DistTables(node, self._exchange, self._servers, self._calls_of_tables())
         self._add_up: AddUp = sums_on_host
         if on_device:
@@ -197,27 +196,10 @@ class DistKVStore(DistControl):
         keys, single = normalise_keys(key)
         self._specs(keys)
         if not self._synchronous:
-            raise NotSupportedError(
-                f"{self._name} cannot show values in place, since other workers change them at "
-                "any time; call pull"
-            )
-        check_viewable(keys, self._table.is_row_sparse)
-        different = tuple(dict.fromkeys(keys))
-        views = dict(zip(different, self._shown.show(different), strict=True))
+            raise no_views(self._name)
+        views = self.views.show(keys)
         self._check()  # as in _pull
-        return views[keys[0]] if single else [views[item] for item in keys]
-
-    def live_views(self) -> dict[Key, np.ndarray[Any, Any]]:
-        """Return the views in use over servers' memory, as writable arrays.
-
-        For libraries that do not know read-only arrays. What is written there is not stored and
-        damages nothing, but new values no longer appear in its pages (``written_views``).
-        """
-        return self._views.live()
-
-    def written_views(self) -> list[Key]:
-        """Return the keys of ``live_views`` to whose memory this process has written."""
-        return self._shown.written()
+        return views[0] if single else views
 
     def row_sparse_pull(
         self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
@@ -348,7 +330,7 @@ class DistKVStore(DistControl):
 
     def _landing(self, filled: Checked) -> Destination:
         landing = filled.landing()
-        self._shown.watch(filled.keys.keys, landing.memories)
+        self.views.watch(filled.keys.keys, landing.memories)
         return landing
 
     def _wanted(

@@ -16,11 +16,12 @@ from collections.abc import Callable, MutableSequence, Sequence
 import numpy as np
 
 from kvstore.arrays.keys import Key
+from kvstore.errors import NotSupportedError
 from kvstore.stores.arguments import KeyTable
 from kvstore.stores.dist.in_flight import Operation
 from kvstore.stores.dist.plan import Bytes, Group, flat_bytes
 from kvstore.stores.dist.transfer import DenseExchange
-from kvstore.stores.views import HostArray, Views
+from kvstore.stores.views import HostArray, Views, check_viewable
 from pslite import Postoffice
 from pslite.ids import Role, node_id
 from pslite.plane import Piece, Sink
@@ -45,8 +46,13 @@ class DistViews:
         self._wait = wait
         self.views = Views(lambda _, memory: node.nearby.keep_values(flat_bytes(memory)))
 
-    def show(self, keys: tuple[Key, ...]) -> list[HostArray]:
-        """Return a view of each key, all different and dense, with the present value."""
+    def show(self, keys: Sequence[Key]) -> list[HostArray]:
+        """Return a view of each of these known keys, with the present value."""
+        check_viewable(keys, self._keys.is_row_sparse)
+        shown = self._show(tuple(dict.fromkeys(keys)))
+        return [shown[key] for key in keys]
+
+    def _show(self, keys: tuple[Key, ...]) -> dict[Key, HostArray]:
         views = self.views
         # Kept until the end, since nothing else refers to the arrays.
         shown = {key: found for key in keys if (found := views.array(key)) is not None}
@@ -65,7 +71,7 @@ class DistViews:
             listed = self._keys.listed(rest)
             self.watch(rest, targets)
             self._wait(self._exchange.begin(listed, None, targets, 0, copy=False))
-        return [shown[key] for key in keys]
+        return shown
 
     def watch(self, keys: Sequence[Key], targets: MutableSequence[Bytes]) -> None:
         """Replace the targets that are live views, so that nothing is copied to them."""
@@ -73,9 +79,17 @@ class DistViews:
             for index, key in enumerate(keys):
                 targets[index] = self.views.target(key, targets[index])
 
+    def live(self) -> dict[Key, HostArray]:
+        """Return the views in use over servers' memory, as writable arrays.
+
+        For libraries that do not know read-only arrays. What is written there is not stored and
+        damages nothing, but new values no longer appear in its pages (``written``).
+        """
+        return self.views.live()
+
     def written(self) -> list[Key]:
         """Return the keys to whose live views this process has written."""
-        live = self.views.live()
+        live = self.live()
         keys, memories = list(live), list(map(flat_bytes, live.values()))
         return [keys[index] for index in self._node.nearby.written(memories)]
 
@@ -128,3 +142,11 @@ def _noting_places(group: Group, places: list[dict[int, int]]) -> Sink:
                 places[position][start] = address
 
     return sink
+
+
+def no_views(store: str) -> NotSupportedError:
+    """Return the error for views of an asynchronous store."""
+    return NotSupportedError(
+        f"{store} cannot show values in place, since other workers change them at any time; call "
+        "pull"
+    )

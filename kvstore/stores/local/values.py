@@ -11,12 +11,10 @@ for keys on GPUs.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
 from kvstore.arrays import Array, adapter_for, adapter_on
 from kvstore.arrays.cpu.sums import Flat, Workspaces
@@ -31,7 +29,7 @@ from kvstore.stores.local import sparse as local_rows
 from kvstore.stores.local.blocks import Blocks, HostArray, Row
 from kvstore.stores.local.compression import LocalCompression
 from kvstore.stores.local.memory import HOST, Shelves, StoredKey
-from kvstore.stores.views import Views, address_of, check_viewable
+from kvstore.stores.views import Views, address_of, apart_from, check_viewable
 
 MOST_LISTS = 1000
 """At most this many lists of keys are remembered; then all are forgotten."""
@@ -248,8 +246,13 @@ class LocalValues:
             filled = self._rows.filled(key, out)
             pushed = self._encoded(coding, key, value)
         self.views.end([*pushed.keys, *dict(pushed.sparse)], renewed)
-        if renewed:
-            pushed = self._apart_from(renewed, pushed)
+        if renewed:  # the same call may push their memory
+            values = [
+                entry.weight
+                for entry in map(self.entries.__getitem__, renewed)
+                if entry.home is HOST
+            ]
+            pushed = pushed._replace(rows=apart_from(values, pushed.rows))
         is_plain = pushed.blocks and filled.blocks and self.updater is None and not renewed
         if is_plain and not (coding is not None and coding.encodes_pulls):
             assert filled.blocks is not None
@@ -287,24 +290,6 @@ class LocalValues:
         entry = self.entries[key]
         if entry.home is HOST:
             entry.set_weight(entry.weight.copy())
-
-    def _apart_from(self, keys: Iterable[Key], pushed: KeyArrays) -> KeyArrays:
-        """Copy pushed arrays that lie in the values of these keys, which the push changes."""
-        values = [self.entries[key].weight for key in keys if self.entries[key].home is HOST]
-        ranges = sorted(map(byte_bounds, values))
-        starts = [start for start, _ in ranges]
-
-        def is_inside(array: Array) -> bool:
-            if not isinstance(array, np.ndarray) or array.base is None or not array.size:
-                return False
-            low, high = byte_bounds(array)
-            index = bisect_right(starts, high - 1) - 1
-            return index >= 0 and ranges[index][1] > low
-
-        if not any(is_inside(array) for row in pushed.rows for array in row):
-            return pushed
-        rows = [[each.copy() if is_inside(each) else each for each in row] for row in pushed.rows]
-        return pushed._replace(rows=rows)
 
     def _without_shown(self, filled: KeyArrays) -> KeyArrays:
         """Leave out the views that show the stored values."""

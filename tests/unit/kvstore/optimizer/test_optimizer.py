@@ -22,7 +22,7 @@ from kvstore.errors import (
     UnknownOptimizerError,
 )
 from kvstore.optimizer import SGD, Adam, Optimizer
-from kvstore.optimizer.base import _registry
+from kvstore.optimizer.parameters import registry
 from kvstore.optimizer.schedule import create as create_schedule
 
 Array = np.ndarray[Any, Any]
@@ -316,7 +316,7 @@ def test_a_custom_optimizer_is_created_by_its_class_name() -> None:
             optimizer.create("descent", rounds=1.5)
         assert optimizer.register(Descent) is Descent
     finally:
-        del _registry["descent"]
+        del registry["descent"]
 
 
 def test_a_name_that_is_taken_cannot_be_registered_again() -> None:

@@ -20,7 +20,7 @@ from kvstore.arrays.cpu.sums import Workspace, apply_round
 from kvstore.errors import OptimizerParameterError
 from kvstore.optimizer import Optimizer, arithmetic
 from kvstore.optimizer.arithmetic import NORM_ELEMENTS, norm
-from kvstore.optimizer.base import MODULES, _registry
+from kvstore.optimizer.parameters import MODULES, registry
 from kvstore.optimizer.schedule import FactorScheduler
 from kvstore.optimizer.states import create_state
 
@@ -648,4 +648,4 @@ def test_the_optimizer_on_the_page_follows_the_formula_of_lion(
             m = 0.99 * m + (1 - 0.99) * g
         np.testing.assert_allclose(updated(chosen, weight, gradients), w, rtol=1e-12)
     finally:
-        del _registry["lion"]
+        del registry["lion"]

@@ -13,7 +13,7 @@ import pytest
 from kvstore import optimizer as opt
 from kvstore.errors import OptimizerParameterError
 from kvstore.optimizer import Optimizer
-from kvstore.optimizer.base import MODULES, _registry
+from kvstore.optimizer.parameters import MODULES, registry
 from kvstore.optimizer.schedule import FactorScheduler, PolyScheduler, Schedule
 
 EVERY = sorted(name.lower() for name in MODULES)
@@ -277,4 +277,4 @@ def test_a_parameter_without_a_default_is_asked_for_by_name() -> None:
             opt.create("needy")
         assert opt.create("needy", size=1) == Needy(1.0)
     finally:
-        del _registry["needy"]
+        del registry["needy"]

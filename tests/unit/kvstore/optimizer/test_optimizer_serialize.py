@@ -17,7 +17,7 @@ from kvstore import optimizer as opt
 from kvstore.errors import OptimizerParameterError, UnknownOptimizerError
 from kvstore.optimizer import Optimizer
 from kvstore.optimizer import schedule as schedules
-from kvstore.optimizer.base import MODULES
+from kvstore.optimizer.parameters import MODULES
 from kvstore.optimizer.schedule import ScaledScheduler
 from kvstore.optimizer.serialize import MAX_DEPTH, from_plain, to_plain
 from pslite.errors import ProtocolError

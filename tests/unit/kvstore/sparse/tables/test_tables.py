@@ -24,7 +24,8 @@ from kvstore.errors import (
     UnknownOptimizerError,
     ValueMismatchError,
 )
-from kvstore.optimizer.base import MODULES, Optimizer, find
+from kvstore.optimizer.base import Optimizer
+from kvstore.optimizer.parameters import MODULES, find
 from kvstore.sparse.sums import Contribution
 from kvstore.sparse.tables.ids import shares_of
 from kvstore.sparse.tables.settings import OVERHEAD_BYTES, checked_settings
