@@ -174,9 +174,9 @@ class KVStore(WorkerCalls):
         worker's next push of the key. ``pushpull`` and ``pushpull_async`` renew it if it is their
         ``out``: then the new value is there when the call is done, and meanwhile it must not be
         read. Any other push, ``delete``, ``load_checkpoint``, ``set_gradient_compression`` and
-        ``close`` end it: an array that is still in use keeps the
-        old value, for which it is copied, and is an ordinary read-only array from then on. Two
-        calls without a push between them return the same memory.
+        ``close`` end it: an array that is still in use keeps the old value, for which it is copied,
+        and is an ordinary read-only array from then on. Two calls without a push between them
+        return the same memory.
 
         Nothing is copied in stores of one process for keys of more than 65,536 elements, and in
         synchronous ones for keys of at least 64 KiB on one server of this machine; in other cases

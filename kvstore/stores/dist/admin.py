@@ -226,10 +226,8 @@ class DistControl(KVStore):
     def load_checkpoint(self, directory: Path) -> None:
         directory = checked_path(directory)
         residuals = path_in_checkpoint(directory, self.rank)
-        self._check_may_wait()
-        self._settle()
-        self._end_views()
-        self._load("load_checkpoint", partial(CheckpointReader, directory), residuals)
+        read = partial(CheckpointReader, directory)
+        self._load("load_checkpoint", read, residuals, has_values=True)
 
     def load_optimizer_states(self, fname: Path) -> None:
         fname = checked_path(fname)
@@ -237,7 +235,12 @@ class DistControl(KVStore):
         self._load("load_optimizer_states", partial(SavedStates, fname, takes_rows=True), residuals)
 
     def _load(
-        self, name: str, open_file: Callable[[], SavedStates], residuals: pathlib.Path
+        self,
+        name: str,
+        open_file: Callable[[], SavedStates],
+        residuals: pathlib.Path,
+        *,
+        has_values: bool = False,
     ) -> None:
         """Load each worker's residuals; the lowest rank sends the file to the servers."""
 
@@ -256,6 +259,8 @@ class DistControl(KVStore):
 
         self._check_may_wait()
         self._settle()
+        if has_values:
+            self._end_views()
         read = partial(read_residuals, self._exchange.coding, residuals)
         restore_residuals = self._joint_calls.prepare(name, read)
         entries = self._together(name, load)

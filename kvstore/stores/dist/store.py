@@ -98,7 +98,7 @@ class DistKVStore(DistControl):
         self._group: Communicator = Communicator(node, name=f"store {self._servers.number}")
         self._rows = RowCalls(node, self._exchange, self._table)
         self.views = DistViews(node, self._exchange, self._table, self._wait_for_values)
-        self._views = self.views.views
+        self._views = self.views.table
         self._tables = DistTables(node, self._exchange, self._servers, self._calls_of_tables())
         self._add_up: AddUp = sums_on_host
         if on_device:

@@ -21,7 +21,7 @@ from kvstore.stores.arguments import KeyTable
 from kvstore.stores.dist.in_flight import Operation
 from kvstore.stores.dist.plan import Bytes, Group, flat_bytes
 from kvstore.stores.dist.transfer import DenseExchange
-from kvstore.stores.views import HostArray, Views, check_viewable
+from kvstore.stores.views import HostArray, Views, address_of, check_viewable
 from pslite import Postoffice
 from pslite.ids import Role, node_id
 from pslite.plane import Piece, Sink
@@ -44,7 +44,7 @@ class DistViews:
         self._exchange = exchange
         self._keys = table
         self._wait = wait
-        self.views = Views(lambda _, memory: node.nearby.keep_values(flat_bytes(memory)))
+        self.table = Views(lambda _, memory: node.nearby.keep_values(flat_bytes(memory)))
 
     def show(self, keys: Sequence[Key]) -> list[HostArray]:
         """Return a view of each of these known keys, with the present value."""
@@ -53,7 +53,7 @@ class DistViews:
         return [shown[key] for key in keys]
 
     def _show(self, keys: tuple[Key, ...]) -> dict[Key, HostArray]:
-        views = self.views
+        views = self.table
         # Kept until the end, since nothing else refers to the arrays.
         shown = {key: found for key in keys if (found := views.array(key)) is not None}
         old = list(shown)
@@ -75,9 +75,9 @@ class DistViews:
 
     def watch(self, keys: Sequence[Key], targets: MutableSequence[Bytes]) -> None:
         """Replace the targets that are live views, so that nothing is copied to them."""
-        if self.views:
+        if self.table:
             for index, key in enumerate(keys):
-                targets[index] = self.views.target(key, targets[index])
+                targets[index] = self.table.target(key, targets[index])
 
     def live(self) -> dict[Key, HostArray]:
         """Return the views in use over servers' memory, as writable arrays.
@@ -85,7 +85,7 @@ class DistViews:
         For libraries that do not know read-only arrays. What is written there is not stored and
         damages nothing, but new values no longer appear in its pages (``written``).
         """
-        return self.views.live()
+        return self.table.live()
 
     def written(self) -> list[Key]:
         """Return the keys to whose live views this process has written."""
@@ -137,9 +137,8 @@ def _noting_places(group: Group, places: list[dict[int, int]]) -> Sink:
         for index, piece in zip(indices, pieces, strict=True):
             if group.decoders is None or group.decoders[index] is None:
                 memory = np.frombuffer(piece.frame, np.uint8)
-                address = memory.__array_interface__["data"][0] + piece.start
                 position, start, _ = group.slices[index]
-                places[position][start] = address
+                places[position][start] = address_of(memory) + piece.start
 
     return sink
 
