@@ -458,7 +458,7 @@ WITHOUT_EFFECT = {
 #: All names of MXNet and ps-lite that have no field. Resending (PS_RESEND) is always on.
 ACCEPTED_NAMES = frozenset({"PS_RESEND", *WITHOUT_EFFECT})
 #: Names that only the launcher reads, or sets for scripts.
-LAUNCHER_NAMES = frozenset({"DMLC_JOB_CLUSTER", "KVSTORE_JOB_DIR"})
+LAUNCHER_NAMES = frozenset({"DMLC_JOB_CLUSTER", "DMLC_NUM_ATTEMPT", "KVSTORE_JOB_DIR"})
 
 
 def unknown_names(mapping: Mapping[str, str]) -> list[str]:

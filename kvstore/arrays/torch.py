@@ -16,6 +16,7 @@ every stream sees the new values.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,17 @@ def tensor_of(host: np.ndarray[Any, Any]) -> Array:
     """Return a new tensor on the CPU with a copy of the values."""
     import torch
 
+    if host.dtype == bfloat16():  # which from_numpy does not take
+        tensor = torch.empty(host.shape, dtype=torch.bfloat16)
+        adapter_on(_HOST).from_host(host, _as_numpy(tensor))
+        return tensor
     return torch.from_numpy(np.array(host))
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether ``value`` is a tensor; PyTorch is not imported for that."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def numpy_dtype(tensor: Any) -> np.dtype[Any] | None:

@@ -22,7 +22,7 @@ from pslite.version import __version__
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "ray", "yarn", "kubernetes")
 
-_LEAST = {"--worker-gpus": 0}  # the minimum of all other numbers is 1
+_LEAST = {"--worker-gpus": 0, "--restarts": 0}  # the minimum of all other numbers is 1
 
 # The launcher decides these; a value given by hand would contradict the other processes.
 RESERVED_NAMES = frozenset(
@@ -34,6 +34,7 @@ RESERVED_NAMES = frozenset(
         "DMLC_PS_ROOT_URI",
         "DMLC_PS_ROOT_PORT",
         "DMLC_JOB_CLUSTER",
+        "DMLC_NUM_ATTEMPT",
         "PS_JOB_ID",
         "PS_JOB_KEY_FD",
         "PS_LISTEN_FD",
@@ -119,6 +120,7 @@ class LaunchOptions:
     worker_environment: tuple[Assignment, ...] = ()
     server_imports: tuple[str, ...] = ()
     log_dir: str | None = None
+    restarts: int = 0
     notes: tuple[str, ...] = ()
     launcher: str = "local"
     hostfile: str | None = None
@@ -133,7 +135,8 @@ class LaunchOptions:
 
 # Attributes of LaunchOptions that are copied from argparse's result unchanged.
 _AS_GIVEN = (
-    *("num_workers", "num_servers", "log_dir", "launcher", "hostfile", "sync_dst_dir"),
+    *("num_workers", "num_servers", "log_dir", "restarts", "launcher", "hostfile"),
+    "sync_dst_dir",
     *("check", "dry_run", "show_status", "python", "tied"),
 )
 
@@ -388,6 +391,11 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "module (or .py file) that servers and the scheduler import at their start, such as "
         "the module that registers your optimizers; may be repeated",
     ),
+    (
+        *("--restarts", LAUNCHERS[:-1], "N"),
+        "if a process fails, end the others and start the whole job again, at most N times; the "
+        "loop kv.steps(..., checkpoint=DIR) then goes on where it has last saved",
+    ),
     ("--p3", LAUNCHERS, "", "no effect (for old scripts): priorities are always on"),
     (
         *("--log-dir", LAUNCHERS, "DIR"),
@@ -417,6 +425,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
 )
 _MORE: dict[str, dict[str, Any]] = {
     "--num-workers": {"required": True},
+    "--restarts": {"default": 0},
     "--no-status": {"action": "store_false", "dest": "show_status"},
     "--worker-memory": {"dest": "worker_memory_mb"},
     "--server-memory": {"dest": "server_memory_mb"},

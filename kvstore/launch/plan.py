@@ -2,7 +2,8 @@
 
 This module is pure: it turns options and facts into a list of :class:`ProcessSpec`, and neither
 starts nor reads anything. The variables are those of ps-lite (``DMLC_*``) plus ``PS_JOB_ID``,
-``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. Read
+``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. With ``--restarts``
+there is ``DMLC_NUM_ATTEMPT`` too, as in dmlc-core (tracker/dmlc_tracker/local.py). Read
 ``launch/job/supervisor.py`` next, which starts these processes.
 """
 
@@ -27,7 +28,10 @@ THREAD_COUNT_NAMES = (
 _FAULTS = "PYTHONFAULTHANDLER"
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*\Z")
 # Variables of an enclosing job, which no process of this job may see.
-_FOREIGN_NAMES = ("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK", AGENT_ID_NAME)
+_FOREIGN_NAMES = (
+    *("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK", "DMLC_NUM_ATTEMPT"),
+    AGENT_ID_NAME,
+)
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
 
 
@@ -57,7 +61,8 @@ class JobFacts:
     has provided a key. The scheduler inherits the socket ``listen_fd``, and writes a line to
     ``joined_fd`` when all nodes have joined. ``worker_hosts`` are the names of the workers'
     machines by rank; if it is empty, all workers run on this machine. On the machine of worker 0,
-    ``store_port`` is free for the store of a framework, such as PyTorch's.
+    ``store_port`` is free for the store of a framework, such as PyTorch's. The job was started
+    ``attempt`` times before.
     """
 
     job_id: str
@@ -70,6 +75,7 @@ class JobFacts:
     joined_fd: int = -1
     worker_hosts: tuple[str, ...] = ()
     store_port: int = 0
+    attempt: int = 0
 
 
 def plan_job(
@@ -184,6 +190,8 @@ def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
         "DMLC_JOB_CLUSTER": options.launcher,
         "PS_JOB_ID": facts.job_id,
     }
+    if options.restarts:
+        job["DMLC_NUM_ATTEMPT"] = str(facts.attempt)
     if facts.key_file is not None:
         job["PS_JOB_KEY_FILE"] = facts.key_file
     return job

@@ -2,14 +2,16 @@
 
 An object is None, a bool, number, text, bytes or array, or a list, tuple, set or dict of these.
 It becomes a tree in MessagePack, in which a list is ``["l", ...]``, a tuple ``["t", ...]``, a set
-``["s", ...]``, a dict ``["d", key, value, ...]`` and an array ``["a", dtype, shape]``; the
-arrays' memory follows, in the same order. Reading makes nothing but these types: no
-class is looked up and no code runs (docs/decisions/0036-objects-without-pickle.md).
+``["s", ...]``, a dict ``["d", key, value, ...]``, an int of more than 64 bits ``["i", hex]`` and an
+array ``["a", dtype, shape]``; the arrays' memory follows, in the same order. Reading makes nothing
+but these types: no class is looked up and no code runs
+(docs/decisions/0036-objects-without-pickle.md).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,8 @@ Flat = np.ndarray[Any, Any]
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t", set: "s"}
 _MOST_TREE_BYTES = 16 << 20
+_MOST_INT_BITS = 63  # of an int that MessagePack can encode with any sign
+_HEX = re.compile(r"-?0x[0-9a-f]+")
 
 
 def pack_object(value: object) -> tuple[bytes, list[Flat]]:
@@ -42,8 +46,8 @@ def pack_object(value: object) -> tuple[bytes, list[Flat]]:
         if isinstance(error, ArgumentTypeError | ArgumentValueError):
             raise
         raise ArgumentValueError(
-            f"the object cannot be sent: {error or type(error).__name__}; ints must fit in 64 "
-            "bits, and lists and dicts may be nested less than 200 deep"
+            f"the object cannot be encoded: {error or type(error).__name__}; lists and dicts may "
+            "be nested less than 200 deep"
         ) from None
     if len(tree) > _MOST_TREE_BYTES:
         raise ArgumentValueError(
@@ -70,6 +74,8 @@ def unpack_object(tree: bytes, memory: Flat) -> Any:
 
 
 def _branch(value: object, arrays: list[Flat]) -> Any:
+    if type(value) is int and value.bit_length() > _MOST_INT_BITS:
+        return ["i", hex(value)]
     if type(value) in _PLAIN:
         return value
     if type(value) in _SEQUENCES:
@@ -115,7 +121,9 @@ class _TreeReader:
             return dict(self._pairs(items))
         if kind == "a" and len(items) == 2:
             return self._array(*items)
-        raise ProtocolError(f"expected a list, tuple, set, dict or array, got {branch!r:.60}")
+        if kind == "i" and len(items) == 1 and _HEX.fullmatch(str(items[0])):
+            return int(items[0], 16)
+        raise ProtocolError(f"expected a list, tuple, set, dict, int or array, got {branch!r:.60}")
 
     def _pairs(self, items: list[Any]) -> Iterator[tuple[Any, Any]]:
         for key, value in zip(items[::2], items[1::2], strict=True):

@@ -1,11 +1,9 @@
 """``KVStore``: the public interface of every store.
 
-The methods here only delegate. Read next: ``arguments.py`` for the checks that all stores share,
-then ``stores/local/store.py``, the shortest store; ``plugin.py`` for the interface of plug-in
-stores.
-
 The methods have the names and meaning of MXNet's (``python/mxnet/kvstore/base.py`` and
-``kvstore.py``); ``docs/migration.md`` lists the differences.
+``kvstore.py``); ``docs/migration.md`` lists the differences. Read next: ``arguments.py`` for the
+checks that all stores share, then ``stores/local/store.py``, the shortest store; ``plugin.py`` for
+the interface of plug-in stores.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from kvstore.optimizer.base import Number, Optimizer
 from kvstore.protocol.commands import check_command
 from kvstore.stores.arguments import KeyTable
 from kvstore.stores.plugin import CompressionParams, KVStoreBase, Path
+from kvstore.stores.steps import Steps
 from kvstore.stores.worker_calls import WorkerCalls
 from pslite.errors import PSError
 from pslite.future import Future
@@ -65,12 +64,10 @@ class KeyInfo(NamedTuple):
 
 
 class Version(int):
-    """The number of pushes or rounds that a pulled value includes.
+    """The number of pushes (synchronous: rounds) that a pulled value includes.
 
-    It counts rounds in a synchronous store.
-
-    ``parts`` has the version of each part of the key. The parts are read one by one, so with
-    ``dist_async`` their versions can differ; the key's version is the smallest of them.
+    ``parts`` are the versions of the key's parts, which can differ with ``dist_async``; the key's
+    version is the smallest.
     """
 
     parts: tuple[int, ...]
@@ -324,6 +321,25 @@ class KVStore(WorkerCalls):
         optimizer. With several workers, all must call it, and the lowest rank reads. Raises
         ``CheckpointError``, ``OptimizerNotSet``.
         """
+
+    # -- training ----------------------------------------------------------------------
+
+    def steps(
+        self, stop: int, state: Any = None, checkpoint: Path | None = None, every: int = 0
+    ) -> Steps:
+        """Return an iterator over the steps of a training, 0 to ``stop - 1``.
+
+        With ``checkpoint``, a directory that all workers share, it saves after every ``every``
+        steps and after the last: the store, but no growing tables, as ``save_checkpoint`` does, the
+        number of steps, and each worker's ``state``. All workers call it after ``init`` and
+        ``set_optimizer``. If the directory has the progress of an earlier run, the call loads it;
+        pull the weights then, and the iterator goes on with the next step.
+
+        ``state`` is an object with ``state_dict`` and ``load_state_dict``, or a dict of such
+        objects, of random generators, and of what ``broadcast_object`` takes. Loading updates it in
+        place. Raises ``CheckpointError`` if the progress does not fit this job.
+        """
+        return Steps(self, stop, state, checkpoint, every)
 
     # -- the cluster -------------------------------------------------------------------
 

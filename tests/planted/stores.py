@@ -391,4 +391,25 @@ BUGS = [
         "            if False:\n",
         "tests/unit/kvstore/stores/test_views.py",
     ),
+    Bug(
+        "a checkpoint that another worker already writes is removed",
+        "kvstore/checkpoint/steps.py",
+        "        if number < progress.num_steps:",
+        "        if number != progress.num_steps:",
+        "tests/inproc/test_store_steps.py",
+    ),
+    Bug(
+        "a random generator does not go on where it was",
+        "kvstore/stores/steps.py",
+        "            old.bit_generator.state = value\n",
+        "            pass\n",
+        "tests/unit/kvstore/stores/test_steps.py",
+    ),
+    Bug(
+        "a job whose workers have succeeded starts again",
+        "kvstore/launch/job/report.py",
+        "    return any(one.exit.status != 0 for one in workers)",
+        "    return bool(workers)",
+        "tests/unit/kvstore/launch/job/test_launch_report.py",
+    ),
 ]

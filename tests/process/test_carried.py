@@ -151,3 +151,15 @@ def test_nothing_is_left_when_the_launcher_is_killed(start: Start, tmp_path: Pat
         left = [*job_members(job_id, ()), *(tmp_path / "jobs").iterdir()]
         left += [path for path in key_files if path.exists()]
     assert left == []
+
+
+def test_a_job_that_fails_is_carried_again(start: Start, tmp_path: Path) -> None:
+    code = ROUND.replace('environ.get("KVSTORE_CODE", 0)', 'environ["DMLC_NUM_ATTEMPT"] == "0"')
+    done = start(
+        *("-n", "2", "-s", "1", "--restarts", "1", sys.executable, "-c", code), KVSTORE_MARK="there"
+    )
+    output, errors = done.communicate(timeout=LIMIT_S)
+    assert done.returncode == 0, errors
+    assert output.count("sum 3.0 [] there") == 4, "two workers, twice"
+    assert errors.splitlines()[-1] == "[launcher] the job succeeded after 1 restart"
+    assert list((tmp_path / "jobs").iterdir()) == [], "tickets are gone"

@@ -476,3 +476,66 @@ def test_a_reader_that_stops_reading_does_not_hold_up_a_signal(job: Job) -> None
     time.sleep(0.3)  # nobody reads now: pipe, launcher's buffer and the worker's pipe fill up
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=50) == 143
+
+
+def test_a_job_that_fails_is_started_again_until_it_succeeds(job: Job) -> None:
+    code = """
+attempt = int(os.environ["DMLC_NUM_ATTEMPT"])
+print("attempt", attempt, flush=True)
+if rank == 1 and attempt < 2:
+    sys.exit(5)
+bye()
+"""
+    environment = {"PATIENCE": "restart_s=0.01", "DMLC_NUM_ATTEMPT": "7"}
+    done = job.run("-n", "2", "-s", "1", "--restarts", "3", *python(code), environment=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[worker 1]")]
+    assert lines == [f"[worker 1] attempt {number}" for number in range(3)]
+    said = [line for line in done.stderr.splitlines() if line.startswith("[launcher] restart")]
+    assert said == [
+        f"[launcher] restart {number} of 3: starting all processes again in {wait_s} s"
+        for number, wait_s in ((1, 0.01), (2, 0.02))
+    ]
+    assert done.stderr.splitlines()[-1] == "[launcher] the job succeeded after 2 restarts"
+    assert done.stderr.count("ended:    exit code 5") == 2
+    assert job.logs() == [], "removed, since the job has succeeded"
+
+
+def test_after_the_last_restart_the_job_has_failed_and_each_attempt_has_its_logs(job: Job) -> None:
+    code = "print(os.environ['DMLC_NUM_ATTEMPT']); sys.exit(3)"
+    done = job.run(
+        *("-n", "1", "--restarts", "1", *python(code)), environment={"PATIENCE": "restart_s=0.01"}
+    )
+    assert done.returncode == 3
+    (logs,) = job.logs()
+    assert done.stderr.splitlines()[-1] == f"logs of all processes: {logs}/restart-1"
+    assert (logs / "worker-0.log").read_text() == "0\n"
+    assert (logs / "restart-1" / "worker-0.log").read_text() == "1\n"
+
+
+@pytest.mark.parametrize("code", ["pass", "os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"])
+def test_a_script_that_does_not_join_and_a_job_that_is_ended_are_not_started_again(
+    job: Job, code: str
+) -> None:
+    done = job.run(
+        *("-n", "1", "--restarts", "3", *python(code)),
+        environment={"STAND_IN": "alone", "PATIENCE": "alone_s=0.1"},
+    )
+    assert done.returncode == (1 if code == "pass" else 130)
+    assert "restart" not in done.stderr
+
+
+def test_ctrl_c_between_two_attempts_ends_the_launcher(job: Job) -> None:
+    process = job.start(
+        *("-n", "1", "--restarts", "1", *python("sys.exit(3)")),
+        environment={"PATIENCE": "restart_s=30"},
+    )
+    assert process.stderr is not None
+    line = ""
+    while "restart 1 of 1" not in line:
+        line = process.stderr.readline()
+        assert line, "the launcher has ended"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    (logs,) = job.logs()
+    assert (logs / "worker-0.log").exists(), "the report has named them"

@@ -113,6 +113,19 @@ def test_more_output_than_an_agent_may_send_at_once_arrives_in_order(start: Star
         assert [line.split()[2] for line in lines[1:]] == [str(number) for number in range(3000)]
 
 
+@pytest.mark.slow(reason="test_launch_local.py and test_carried.py restart jobs always")
+def test_a_job_that_fails_starts_again_on_all_hosts(start: Start) -> None:
+    code = ROUND.replace('environ.get("KVSTORE_CODE", 0)', 'environ["DMLC_NUM_ATTEMPT"] == "0"')
+    job = start(
+        *("-n", "2", "-s", "1", "--restarts", "2", sys.executable, "-c", code), KVSTORE_MARK="there"
+    )
+    code, output, errors = ended(job)
+    assert code == 0, errors
+    for name in ("worker 0@one", "worker 1@two"):
+        assert output.count(f"[{name}] sum 3.0 [] there") == 2
+    assert errors.splitlines()[-1] == "[launcher] the job succeeded after 1 restart"
+
+
 @pytest.mark.slow(reason="test_launch_local.py has the first failure always")
 def test_the_first_failure_gives_its_code_and_its_place(start: Start) -> None:
     job = start(

@@ -86,6 +86,7 @@ def run_on(
         return _check(options, environ, timing, cluster)
 
     def arrange(supervisor: Supervisor, key: str) -> Arrangement:
+        cluster = cluster_of(options, environ)  # of this attempt: it may note what was submitted
         agents, directory = _start_agents(supervisor, environ, cluster, key)
         greetings = [place.greeting or {} for place in agents]
         wished, port = wished_address(environ)

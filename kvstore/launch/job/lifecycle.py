@@ -47,6 +47,8 @@ class Timing:
     step_s: float = 3.0  # between one signal and the next, stronger one
     killed_s: float = 10.0  # for the kernel to end a process after SIGKILL
     leftover_s: float = 1.0  # for grandchildren to end, between SIGTERM and SIGKILL
+    restart_s: float = 1.0  # before the first restart of a job; twice as long before each further
+    longest_restart_s: float = 30.0
 
 
 class Phase(enum.Enum):

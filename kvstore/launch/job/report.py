@@ -295,8 +295,42 @@ def remove_logs(log_dir: Path, is_temporary: bool) -> None:
         shutil.rmtree(log_dir, ignore_errors=True)
 
 
-def conclude(report: JobReport, log_dir: Path, is_temporary: bool) -> int:
-    """Print how the job ended, keep or remove its logs, and return the exit code."""
+def attempt_log_dir(log_dir: Path, attempt: int) -> Path:
+    """Create the directory for the logs of a restarted job, within ``log_dir``."""
+    path = log_dir / f"restart-{attempt}"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def may_restart(report: JobReport) -> bool:
+    """Return whether another attempt may succeed where this one failed.
+
+    It may not if the user has ended the job, or if its script does not join it. It need not if all
+    workers have succeeded, though the scheduler was lost.
+    """
+    job = report.lifecycle
+    if not job.failed or job.unjoined or job.interrupted_by is not None:
+        return False
+    workers = (one for one in report.ended if one.spec.role == "worker")
+    return any(one.exit.status != 0 for one in workers)
+
+
+def announce_restart(
+    report: JobReport, attempt: int, restarts: int, log_dir: Path, wait_s: float
+) -> None:
+    """Print why the job failed, and that it starts again."""
+    failures, stopped = failures_of(report.ended, report.specs)
+    write_error(failure_block(failures, stopped, str(log_dir), start_s=report.start_s))
+    say(f"restart {attempt} of {restarts}: starting all processes again in {wait_s:g} s")
+
+
+def conclude(
+    report: JobReport, log_dir: Path, is_temporary: bool, last_logs: Path | None = None
+) -> int:
+    """Print how the job ended, keep or remove its logs, and return the exit code.
+
+    ``last_logs`` are those of the last attempt, if the job was restarted.
+    """
     job = report.lifecycle
     if job.unjoined:
         remove_logs(log_dir, is_temporary)  # the logs contain only what the terminal has shown
@@ -304,7 +338,9 @@ def conclude(report: JobReport, log_dir: Path, is_temporary: bool) -> int:
         return 1
     if job.failed:
         failures, stopped = failures_of(report.ended, report.specs)
-        write_error(failure_block(failures, stopped, str(log_dir), start_s=report.start_s))
+        write_error(
+            failure_block(failures, stopped, str(last_logs or log_dir), start_s=report.start_s)
+        )
         if job.interrupted_by is None:
             return exit_code(failures[0].exit)
     elif job.interrupted_by is not None:

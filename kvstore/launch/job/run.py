@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstore.launch.environment import checkout_root, listen
@@ -25,7 +26,17 @@ from kvstore.launch.job.checks import (
 from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.places import Place
 from kvstore.launch.job.registry import new_key, new_key_file, note_job, write_key
-from kvstore.launch.job.report import JobReport, complete_line, conclude, make_log_dir, remove_logs
+from kvstore.launch.job.report import (
+    JobReport,
+    announce_restart,
+    attempt_log_dir,
+    complete_line,
+    conclude,
+    make_log_dir,
+    may_restart,
+    remove_logs,
+    say,
+)
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchOptions
 from kvstore.launch.plan import JobFacts, base_environment, brings_a_key, plan_job
@@ -59,19 +70,34 @@ def run_job(
 ) -> int:
     """Run the job to its end and return the exit code. Main thread only.
 
-    ``arrange`` gets the supervisor and the text of the job's key. The output of all processes is
-    passed on; the report of a failure is the last text on standard error. Raises
+    ``arrange`` gets the supervisor and the text of the job's key, for each attempt. The output of
+    all processes is passed on; the report of a failure is the last text on standard error. Raises
     :class:`LaunchError` if the job could not start.
     """
     check_plan(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
+    attempt, has_failed = 0, False
     try:
-        shown_logs = f"{log_dir}, kept if the job fails" if is_temporary else str(log_dir)
-        report = _supervise(options, environ, service_command, timing, arrange, log_dir, shown_logs)
+        for attempt in range(options.restarts + 1):
+            facts = JobFacts(secrets.token_hex(8), checkout_root(), attempt=attempt)
+            logs = log_dir if attempt == 0 else attempt_log_dir(log_dir, attempt)
+            shown_logs = f"{logs}, kept if the job fails" if is_temporary else str(logs)
+            report = _supervise(
+                options, environ, service_command, timing, arrange, facts, logs, shown_logs
+            )
+            if attempt == options.restarts or not may_restart(report):
+                break
+            has_failed = True
+            wait_s = min(timing.restart_s * 2**attempt, timing.longest_restart_s)
+            announce_restart(report, attempt + 1, options.restarts, logs, wait_s)
+            time.sleep(wait_s)
     except BaseException:
-        remove_logs(log_dir, is_temporary)
+        remove_logs(log_dir, is_temporary and not has_failed)  # a report may have named them
         raise
-    return conclude(report, log_dir, is_temporary)
+    code = conclude(report, log_dir, is_temporary, logs)
+    if attempt and code == 0:
+        say(f"the job succeeded after {attempt} restart{'s' * (attempt > 1)}")
+    return code
 
 
 def check_plan(
@@ -111,27 +137,26 @@ def _supervise(
     service_command: Sequence[str],
     timing: Timing,
     arrange: Callable[[Supervisor, str], Arrangement],
+    facts: JobFacts,
     log_dir: Path,
     shown_logs: str,
 ) -> JobReport:
-    job_id = secrets.token_hex(8)
     key_file = None if brings_a_key(options, environ) else new_key_file()
     given = {**environ, **dict(options.environment)}
     key = new_key() if key_file else read_given_key(given["PS_JOB_KEY_FILE"])
     # One end goes to the scheduler, which reports on it that all have joined.
     heard, joined = socket.socketpair()
-    with heard, joined, Supervisor(job_id, environ, log_dir, timing) as supervisor:
+    with heard, joined, Supervisor(facts.job_id, environ, log_dir, timing) as supervisor:
         for note in options.notes:
             supervisor.terminal.say(note)
         arranged = arrange(supervisor, key)
         with listen(arranged.host, arranged.port) as listener:
-            facts = JobFacts(
-                job_id=job_id,
+            facts = replace(
+                facts,
                 host=arranged.host,
                 port=listener.getsockname()[1],
                 listen_fd=listener.fileno(),
                 cpu_count=arranged.cpu_count,
-                checkout_root=checkout_root(),
                 key_file=None if key_file is None else str(key_file),
                 joined_fd=joined.fileno(),
                 worker_hosts=tuple(arranged.worker_hosts),

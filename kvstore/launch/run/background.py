@@ -101,10 +101,10 @@ def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]
         found is None
         or (found.num_workers, found.num_servers) != (wanted.workers, wanted.servers)
         or (found.command, found.launcher) != (command, wanted.launcher)
-        or (found.check or found.dry_run)
+        or (found.check or found.dry_run or found.restarts)
     ):
         raise ArgumentValueError(
-            "options must not have -n, -s, --launcher, --check or --dry-run, got "
+            "options must not have -n, -s, --launcher, --check, --dry-run or --restarts, got "
             f"{list(wanted.options)}; use the arguments workers, servers and launcher"
         )
     if found.launcher == "kubernetes":

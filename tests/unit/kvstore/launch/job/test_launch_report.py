@@ -6,13 +6,15 @@ import signal
 
 import pytest
 
-from kvstore.launch.job.lifecycle import Exit
+from kvstore.launch.job.lifecycle import Exit, Lifecycle, Timing
 from kvstore.launch.job.report import (
     EndedProcess,
+    JobReport,
     describe_status,
     exit_code,
     failure_block,
     failures_of,
+    may_restart,
     without_scheduler,
 )
 from kvstore.launch.plan import ProcessSpec
@@ -185,3 +187,37 @@ def test_one_of_several_servers_may_end_just_before_a_last_worker_that_succeeds(
     exits = [ended(0, -9, 1), ended(1, 0, 2), ended(3, 0, 3), ended(2, 0, 4)]
     failures, _ = failures_of([EndedProcess(specs[one.index], 1, one, ()) for one in exits], specs)
     assert [one.exit.index for one in failures] == [0]
+
+
+def report_of(statuses: dict[int, int]) -> JobReport:
+    """The report of a job whose processes all had joined and ended by themselves."""
+    job = Lifecycle(SPECS, Timing())
+    job.joined(0.0)
+    for now_s, (index, status) in enumerate(statuses.items(), start=1):
+        job.exited({index: status}, float(now_s))
+    records = [EndedProcess(SPECS[index], 1, found, ()) for index, found in job.exits.items()]
+    return JobReport(job, SPECS, records, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ({WORKER_0: 0, WORKER_1: 0, SERVER: 0, SCHEDULER: 0}, False),
+        ({WORKER_0: -9, WORKER_1: 1, SERVER: 1, SCHEDULER: 1}, True),
+        ({SERVER: -9, WORKER_0: 1, WORKER_1: 1, SCHEDULER: 1}, True),
+        ({SCHEDULER: -9, SERVER: 0, WORKER_0: 0, WORKER_1: 0}, False),
+        ({WORKER_0: 0, WORKER_1: 0, SERVER: 3, SCHEDULER: 1}, False),
+    ],
+)
+def test_a_job_may_start_again_unless_its_workers_have_succeeded(
+    statuses: dict[int, int], expected: bool
+) -> None:
+    assert may_restart(report_of(statuses)) == expected
+
+
+def test_a_job_that_its_user_has_ended_does_not_start_again() -> None:
+    report = report_of({WORKER_0: 1, WORKER_1: 1, SERVER: 1})
+    report.lifecycle.signalled(signal.SIGINT, 5.0)
+    report.lifecycle.exited({SCHEDULER: 1}, 6.0)
+    assert report.lifecycle.failed
+    assert not may_restart(report)

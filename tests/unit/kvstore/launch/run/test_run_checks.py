@@ -157,7 +157,7 @@ def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
         ({"options": ("--help",)}, "options must not have -n, -s, --launcher"),
         ({"options": ("--", "true")}, "options must not have -n, -s, --launcher"),
         ({"options": ("-n", "7")}, "use the arguments workers, servers and launcher"),
-        ({"options": ("--dry-run",)}, "--check or --dry-run"),
+        ({"options": ("--dry-run",)}, "--dry-run or --restarts"),
         ({"env": {"DMLC_ROLE": "server"}}, "DMLC_ROLE"),
         ({"env": {"A=B": "x"}}, "env has an invalid variable, 'A=B': 'x'"),
         ({"env": {"A": "x\0"}}, r"^env\['A'\]: .* must be text .* got 'x\\x00'"),
