@@ -80,6 +80,7 @@ def train(args: argparse.Namespace) -> None:
                 kvstore=store,
                 batch_end_callback=printer.on_batch,
                 epoch_end_callback=at_epoch_end,
+                checkpoint=args.checkpoint,
             )
         finally:
             printer.leave_line()
@@ -133,6 +134,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--plot", type=Path, help="draw loss and accuracy by epoch into this file (PNG, SVG, PDF)"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="save the progress into this folder after each epoch, and go on from there",
     )
     common.add_fit_args(parser)
     parser.set_defaults(batch_size=32, lr=0.05, mom=0.5, disp_batches=50)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -200,6 +200,7 @@ class FeedForward:
         *,
         shuffle: bool = True,
         shard: bool = True,
+        checkpoint: Prefix | None = None,
     ) -> None:
         """Train epochs ``begin_epoch`` to ``num_epoch - 1``; set ``arg_params``.
 
@@ -216,6 +217,9 @@ class FeedForward:
         ``Progress``; an ``epoch_end_callback`` with four arguments instead gets MXNet's epoch,
         symbol, arg_params and aux_params. Both see the current ``arg_params``.
 
+        With ``checkpoint``, a directory that all workers share, the progress is saved after each
+        epoch, and a later call with it begins after the last that was saved, as with ``kv.steps``.
+
         A store given by name is closed at the end of the call; a store that you pass stays open and
         can be used for one fit. ``work_load_list`` weighs the devices. At the end, all workers wait
         for each other and get the store's final weights. The order of the arguments is MXNet's;
@@ -231,6 +235,10 @@ class FeedForward:
         data = checked_pair(X, y)
         if self.num_epoch is None:
             raise UsageError("fit needs num_epoch, the number of epochs; pass it to FeedForward")
+        if checkpoint is not None and (begin := self.begin_epoch):
+            raise UsageError(
+                f"checkpoint says where to begin, but begin_epoch is {begin}; pass only one of them"
+            )
         slices = self._slices(work_load_list)
         metric = create_metric(eval_metric)
         # A separate object, so that its reset does not change the training metric.
@@ -240,7 +248,7 @@ class FeedForward:
         params, aux = self._first_values(data[0].shape[1:])
         with opened(kvstore) as store, ThreadPoolExecutor(len(slices)) as pool:
             updates = self._updates(store)
-            plan = self._agree(store, data, shard, logger or _logger)
+            plan = self._agree(store, data, shard, checkpoint is not None, logger or _logger)
             replicas = [
                 Replica(context, self.symbol, part, params, aux)
                 for context, part in zip(self.ctx, slices, strict=True)
@@ -250,7 +258,7 @@ class FeedForward:
             if self._load_states_from is not None:
                 updates.states.load_optimizer_states(self._load_states_from)
                 self._load_states_from = None
-            for epoch in range(self.begin_epoch, self.num_epoch):
+            for epoch in self._epochs(updates, training, checkpoint):
                 order = self._order(plan, len(data[1]), epoch, shuffle)
                 progress = training.run_epoch(epoch, order, data, metric, batch_end_callback)
                 self.arg_params, self.aux_params = training.gather()
@@ -422,15 +430,39 @@ class FeedForward:
         return made
 
     def _agree(
-        self, store: KVStoreBase, data: Data, sharded_here: bool, logger: logging.Logger
+        self,
+        store: KVStoreBase,
+        data: Data,
+        sharded_here: bool,
+        has_checkpoint: bool,
+        logger: logging.Logger,
     ) -> EpochPlan:
         # Workers with different seeds would compute shards that overlap.
         seed = self.seed % 2**62 if sharded_here else 0
         resumes = self._load_states_from is not None
-        start = (self.begin_epoch, self.num_epoch or 0, self.epoch_size or 0, resumes, seed)
+        epochs = (self.begin_epoch, self.num_epoch or 0, self.epoch_size or 0)
+        start = (*epochs, resumes, has_checkpoint, seed)
         described = describe_data(*data, self.numpy_batch_size)
         plan = agree(store, described, np.array(start, np.int64), sharded_here, logger)
         return plan if self.epoch_size is None else plan._replace(num_batches=self.epoch_size)
+
+    def _epochs(
+        self, updates: Updates, training: Training, checkpoint: Prefix | None
+    ) -> Iterable[int]:
+        """Return the epochs to train; load the progress of an earlier run."""
+        stop = self.num_epoch or 0
+        if checkpoint is None:
+            return range(self.begin_epoch, stop)
+        if not isinstance(updates, OnStore):
+            kind = updates.store.type
+            raise UsageError(
+                f"checkpoint needs a store that updates the weights, got {kind!r}; use another type"
+            )
+        epochs = updates.store.steps(stop, training, checkpoint, every=1)
+        if epochs.first:
+            training.finish()
+            self.arg_params, self.aux_params = training.gather()
+        return epochs
 
     def _order(self, plan: EpochPlan, num_samples: int, epoch: int, shuffle: bool) -> Labels:
         return shard(

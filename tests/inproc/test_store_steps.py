@@ -11,6 +11,7 @@ from workers import Workers
 
 from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.errors import CheckpointError
+from kvstore.mxnet.model import FeedForward, Progress
 
 STOP = 6
 
@@ -77,3 +78,56 @@ def test_a_worker_without_a_state_is_named_at_the_first_save(tmp_path: Path) -> 
     with Workers("dist_sync", 2, 1) as workers, missing:
         workers.run(train)
     assert not (tmp_path / "latest.json").exists()
+
+
+class Softmax:
+    """A network of one layer for two classes."""
+
+    def init_params(self, input_shape: Any, rng: np.random.Generator) -> dict[str, Any]:
+        return {"weight": rng.normal(0, 0.1, (*input_shape, 2)).astype(np.float32)}
+
+    def predict(self, params: Any, x: Any) -> Any:
+        scores = np.exp(x @ params["weight"])
+        return scores / scores.sum(axis=1, keepdims=True)
+
+    def loss_and_gradients(self, params: Any, x: Any, y: Any) -> Any:
+        wrong = self.predict(params, x)
+        own = np.arange(len(y)), y
+        loss, right = -np.log(wrong[own]).sum(), int((wrong.argmax(axis=1) == y).sum())
+        wrong[own] -= 1
+        return loss, right, {"weight": (x.T @ wrong).astype(np.float32)}
+
+
+class Died(Exception):
+    """The process dies here."""
+
+
+def test_a_fit_of_two_workers_goes_on_after_the_last_epoch_that_was_saved(tmp_path: Path) -> None:
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(70, 4)).astype(np.float32)
+    y = (x.sum(axis=1) > 0).astype(np.int64)
+
+    def fit(kv: KVStore, dies: bool, directory: Path) -> bytes:
+        model = FeedForward(
+            *(Softmax(), None, 4), numpy_batch_size=8, optimizer="adam", learning_rate=0.1
+        )
+
+        def batch(progress: Progress) -> None:
+            if dies and progress.epoch == 2 and progress.nbatch == 2:
+                raise Died
+
+        try:
+            model.fit(x, y, kvstore=kv, checkpoint=directory, batch_end_callback=batch)
+        except Died:
+            assert dies
+        assert model.arg_params is not None
+        return model.arg_params["weight"].tobytes()
+
+    found = []
+    for dies, directory in ((False, "whole"), (True, "died"), (False, "died")):
+        with Workers("dist_sync", 2, 2) as workers:
+            found.append(
+                workers.run(lambda kv, d=dies, name=directory: fit(kv, d, tmp_path / name))
+            )
+    assert found[0] == found[2]
+    assert found[0] != found[1]

@@ -177,6 +177,15 @@ class Training:
                 replica.set_aux(aux)
         return first.to_host(), aux
 
+    def state_dict(self) -> dict[str, HostArray]:
+        """Return what only this worker has after an epoch: its untrained arrays."""
+        return self._replicas[0].aux_to_host()
+
+    def load_state_dict(self, saved: dict[str, HostArray]) -> None:
+        """Continue with what ``state_dict`` has returned."""
+        for replica in self._replicas:
+            replica.set_aux(saved)
+
     def finish(self) -> None:
         """Wait until every worker's last update is done, then pull the final weights."""
         self._updates.finish(self._names, self._weights)

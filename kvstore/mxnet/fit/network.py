@@ -277,6 +277,7 @@ START = (
     "num_epoch",
     "epoch_size",
     "resumed from saved states (1) or not (0)",
+    "with a checkpoint directory (1) or not (0)",
     "seed",
 )
 """What must be equal on all workers, besides the data, so that they visit the same batches."""

@@ -278,3 +278,77 @@ def test_parameters_of_any_dtype_and_name_come_back(tmp_path: Path) -> None:
     assert {name: (value.dtype, value.tolist()) for name, value in arg_params.items()} == {
         name: (value.dtype, value.tolist()) for name, value in values.items()
     }
+
+
+class Died(Exception):
+    """The process dies here."""
+
+
+def dies_in(epoch: int) -> Any:
+    def callback(progress: Any) -> None:
+        if progress.epoch == epoch and progress.nbatch == 2:
+            raise Died
+
+    return callback
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("epoch", [0, 1, 3])
+def test_a_fit_goes_on_by_itself_after_the_last_epoch_that_was_saved(
+    tmp_path: Path, optimizer: str, epoch: int
+) -> None:
+    x, y = three_clouds()
+    whole = model(optimizer)
+    whole.fit(x, y)
+    with pytest.raises(Died):
+        model(optimizer).fit(
+            x, y, checkpoint=tmp_path, batch_end_callback=dies_in(epoch), kvstore="local"
+        )
+    epochs: list[int] = []
+    resumed = model(optimizer)
+    resumed.fit(
+        x, y, checkpoint=tmp_path, epoch_end_callback=lambda done: epochs.append(done.epoch)
+    )
+    assert epochs == list(range(epoch, 4))
+    assert equal(resumed, whole)
+
+
+def test_a_fit_that_was_finished_gives_its_parameters_again(tmp_path: Path) -> None:
+    x, y = three_clouds()
+    first, again = model("adam"), model("adam")
+    first.fit(x, y, checkpoint=tmp_path)
+    again.fit(x, y, checkpoint=tmp_path, batch_end_callback=dies_in(0))
+    assert equal(again, first)
+
+
+def test_untrained_arrays_go_on_too(tmp_path: Path) -> None:
+    class Counting(LinearSoftmax):
+        """Counts its batches in an array that is not trained."""
+
+        def init_aux_params(self, input_shape: Any) -> dict[str, np.ndarray[Any, Any]]:
+            return {"batches": np.zeros(1, np.float32)}
+
+        def loss_and_gradients(self, params: Any, x: Any, y: Any, aux: Any) -> Any:  # type: ignore[override]
+            aux["batches"] += 1
+            return super().loss_and_gradients(params, x, y)
+
+        def predict(self, params: Any, x: Any, aux: Any = None) -> Any:
+            return super().predict(params, x)
+
+    x, y = three_clouds()
+    made = [FeedForward(Counting(), num_epoch=3, numpy_batch_size=16) for _ in range(3)]
+    made[0].fit(x, y)
+    with pytest.raises(Died):
+        made[1].fit(x, y, checkpoint=tmp_path, batch_end_callback=dies_in(2))
+    made[2].fit(x, y, checkpoint=tmp_path)
+    assert made[0].aux_params is not None
+    assert made[2].aux_params is not None
+    assert made[2].aux_params["batches"] == made[0].aux_params["batches"] > 3
+
+
+def test_a_checkpoint_that_contradicts_other_arguments_is_refused(tmp_path: Path) -> None:
+    x, y = three_clouds()
+    with pytest.raises(UsageError, match="but begin_epoch is 1; pass only one of them"):
+        model("adam", begin_epoch=1).fit(x, y, checkpoint=tmp_path)
+    with pytest.raises(UsageError, match="needs a store that updates the weights, got 'teststore'"):
+        model("adam").fit(x, y, kvstore="teststore", checkpoint=tmp_path)
