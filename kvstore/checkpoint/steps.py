@@ -1,17 +1,16 @@
 """Read and write the checkpoints of ``kv.steps``.
 
-``step-00000120`` is a checkpoint of the store (``directory.py``) after 120 steps. It also has
-``worker-RANK.safetensors`` for each worker with a state of its own: the arrays and the tree of an
-object (``protocol/objects.py``). ``latest.json`` names the last complete one. It is replaced by
-rename, after everything else was written; then the earlier ones are removed. So a training that is
-killed at any moment finds a complete checkpoint, the last or the one before.
+``kvstore-step-00000120`` is a checkpoint of the store (``directory.py``) after 120 steps. It also
+has ``worker-RANK.safetensors`` for each worker with a state of its own: the arrays and the tree of
+an object (``protocol/objects.py``). ``latest.json`` names the last complete one. It is replaced by
+rename, after everything else was written; then the one before is removed, and nothing else. So a
+training that is killed at any moment finds a complete checkpoint, the last or the one before.
 
 Blocking file I/O, on the caller's thread. Read next: ``stores/steps.py``.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from kvstore.arrays.torch import is_tensor, tensor_of
 from kvstore.checkpoint.atomic import damaged, read_json, write_json
 from kvstore.checkpoint.header import TensorSpec
 from kvstore.checkpoint.safetensors import TensorReader, TensorWriter
-from kvstore.errors import CheckpointError
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 from kvstore.protocol.objects import pack_object, unpack_object
 from pslite.errors import ProtocolError
 
@@ -30,7 +29,6 @@ LATEST = "latest.json"
 
 _FORMAT = "kvstore steps"
 _VERSION = 1
-_OWN_NAME = re.compile(r"step-\d{8,}")
 _TREE, _ARRAYS = "tree", "arrays"
 _TENSOR = "torch.Tensor"
 _BYTE = np.dtype(np.uint8)
@@ -47,7 +45,7 @@ class SavedSteps(NamedTuple):
 
 def path_after(directory: Path, num_steps: int) -> Path:
     """Return the checkpoint after ``num_steps`` steps."""
-    return directory / f"step-{num_steps:08}"
+    return directory / f"kvstore-step-{num_steps:08}"
 
 
 def read_progress(directory: Path) -> SavedSteps | None:
@@ -56,9 +54,12 @@ def read_progress(directory: Path) -> SavedSteps | None:
     Raises ``CheckpointError`` if the file is damaged.
     """
     path = directory / LATEST
-    if not path.exists():
-        return None
-    found = read_json(path)
+    try:
+        found = read_json(path)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
     expected = {"format", "version", *SavedSteps._fields}
     if not isinstance(found, dict) or found.keys() != expected or found["format"] != _FORMAT:
         raise damaged(path, f"expected the names {', '.join(sorted(expected))}")
@@ -74,7 +75,7 @@ def read_progress(directory: Path) -> SavedSteps | None:
 
 
 def complete(directory: Path, progress: SavedSteps) -> None:
-    """Make a checkpoint the last one, and remove the earlier ones.
+    """Make a checkpoint the last one, and remove the one before.
 
     Raises ``CheckpointError`` if a worker's state is missing.
     """
@@ -87,25 +88,26 @@ def complete(directory: Path, progress: SavedSteps) -> None:
             f"{latest} must have the states of all workers, but those of worker {names} are "
             "missing; pass a state on all workers, and a directory that all their machines share"
         )
+    earlier = read_progress(directory)
     write_json(directory / LATEST, {"format": _FORMAT, "version": _VERSION, **progress._asdict()})
-    for number, path in _checkpoints(directory):
-        if number < progress.num_steps:  # another worker may already write the next one
-            shutil.rmtree(path, ignore_errors=True)
+    if earlier is not None and earlier.num_steps != progress.num_steps:
+        shutil.rmtree(path_after(directory, earlier.num_steps), ignore_errors=True)
 
 
-def remove_unfinished(directory: Path, progress: SavedSteps | None) -> None:
-    """Remove the checkpoints that an earlier run left, except the last complete one.
+def pack_state(state: Any) -> tuple[bytes, list[Any]]:
+    """Return a worker's state as the tree and the arrays of ``pack_object``.
 
-    No worker may write meanwhile.
+    Raises its errors, with the key if the state is a dict.
     """
-    for number, path in _checkpoints(directory):
-        if progress is None or number != progress.num_steps:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    paths = directory.iterdir() if directory.is_dir() else ()
-    return [(int(path.name[5:]), path) for path in paths if _OWN_NAME.fullmatch(path.name)]
+    try:
+        return pack_object(_with_marks(state))
+    except (ArgumentTypeError, ArgumentValueError):
+        for key, value in state.items() if isinstance(state, dict) else ():
+            try:
+                pack_object(_with_marks(value))
+            except (ArgumentTypeError, ArgumentValueError) as error:
+                raise type(error)(f"state[{key!r}]: {error}") from None
+        raise
 
 
 def write_state(checkpoint: Path, rank: int, state: object) -> None:
@@ -113,7 +115,7 @@ def write_state(checkpoint: Path, rank: int, state: object) -> None:
 
     Raises ``CheckpointError``, or an error of ``pack_object``.
     """
-    tree, arrays = pack_object(_with_marks(state))
+    tree, arrays = pack_state(state)
     path = _state_path(checkpoint, rank)
     try:
         checkpoint.mkdir(parents=True, exist_ok=True)

@@ -336,8 +336,8 @@ class KVStore(WorkerCalls):
         pull the weights then, and the iterator goes on with the next step.
 
         ``state`` is an object with ``state_dict`` and ``load_state_dict``, or a dict of such
-        objects, of random generators, and of what ``broadcast_object`` takes. Loading updates it in
-        place. Raises ``CheckpointError`` if the progress does not fit this job.
+        objects, of random generators, and of what ``broadcast_object`` takes; arrays in it are
+        filled in place. Raises ``CheckpointError`` on all workers if one of them cannot begin.
         """
         return Steps(self, stop, state, checkpoint, every)
 

@@ -8,31 +8,41 @@ next: ``checkpoint/steps.py`` for the files.
 
 from __future__ import annotations
 
+import json
 import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
+from kvstore.arrays import adapter_for
 from kvstore.checkpoint.atomic import checked_path
 from kvstore.checkpoint.steps import (
     SavedSteps,
     complete,
+    pack_state,
     path_after,
     read_progress,
     read_state,
-    remove_unfinished,
     write_state,
 )
-from kvstore.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
+from kvstore.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    CheckpointError,
+    NotSupportedError,
+)
 from kvstore.stores.plugin import Path
+from pslite.errors import PSError
 
 _logger = logging.getLogger(__name__)
 
 
 class SavesSteps(Protocol):
     """The parts of ``KVStore`` that are used here; see there."""
+
+    _refuses_steps: str
 
     @property
     def rank(self) -> int: ...
@@ -41,6 +51,7 @@ class SavesSteps(Protocol):
     def wait(self) -> Any: ...
     def barrier(self) -> None: ...
     def broadcast_object(self, value: object) -> Any: ...
+    def all_gather(self, value: Any) -> list[Any]: ...
     def save_checkpoint(self, directory: Path) -> None: ...
     def load_checkpoint(self, directory: Path) -> None: ...
 
@@ -65,6 +76,8 @@ class Steps(Iterator[int]):
                 "checkpoint and every belong together: pass a directory and the number of steps "
                 f"after which to save, got checkpoint={checkpoint!r} and every={every}"
             )
+        if checkpoint is not None and store._refuses_steps:
+            raise NotSupportedError(store._refuses_steps)
         self._store = store
         self._stop = int(stop)
         self._state = state
@@ -73,6 +86,10 @@ class Steps(Iterator[int]):
         self.first = 0 if self._directory is None else self._restore(self._directory)
         self._num_done = self.first
         self._is_within = False
+
+    def __iter__(self) -> Steps:
+        self._is_within = False  # a step that was left by break is done again
+        return self
 
     def __next__(self) -> int:
         if self._is_within:
@@ -92,7 +109,7 @@ class Steps(Iterator[int]):
         if self._state is not None:
             write_state(target, store.rank, _captured(self._state))
         store.wait()
-        store.barrier()  # no worker's push is missing in what the lowest rank saves now
+        store.barrier()  # no worker's push is missing in what the lowest rank saves
         store.save_checkpoint(target)
         store.barrier()  # and none is added; all files are complete
         if store.rank == 0:
@@ -100,47 +117,87 @@ class Steps(Iterator[int]):
             complete(directory, progress)
 
     def _restore(self, directory: pathlib.Path) -> int:
-        """Load the last progress; return the number of steps that are done."""
+        """Load the last progress; return the number of steps that are done.
+
+        Until all workers know that all can go on, none changes anything.
+        """
         store = self._store
-        found = None
+        found: Any = (None, "")
         if store.rank == 0:
-            found = read_progress(directory)
-            remove_unfinished(directory, found)
-        if store.num_workers > 1:  # others may not see yet what was written on another machine
-            found = store.broadcast_object(found and tuple(found))
+            found = _tried(lambda: read_progress(directory))
+        # Others may not see yet what was written on another machine.
+        found, trouble = store.broadcast_object((found[0] and tuple(found[0]), found[1]))
+        progress = SavedSteps(*(found or (0, 0, False)))
+        latest = path_after(directory, progress.num_steps)
+        state = None
+        if not trouble:
+            state, trouble = _tried(lambda: self._read(directory, progress))
+        self._agree(trouble)
         if found is None:
             return 0
-        progress = SavedSteps(*found)
-        self._check(directory, progress)
-        latest = path_after(directory, progress.num_steps)
-        state = None if self._state is None else read_state(latest, store.rank)
         store.load_checkpoint(latest)
         if self._state is not None:
-            _put(self._state, state)
+            _put(self._state, state, latest)
         if store.rank == 0:
             of = f"{progress.num_steps} of {self._stop}"
             _logger.info("going on after step %s, with the checkpoint %s", of, latest)
         return progress.num_steps
 
-    def _check(self, directory: pathlib.Path, progress: SavedSteps) -> None:
-        store = self._store
+    def _read(self, directory: pathlib.Path, progress: SavedSteps) -> Any:
+        """Return this worker's state. Raises what would be an error later, if possible."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot create {directory}: {error.strerror}; choose a directory that you can "
+                "write to"
+            ) from error
+        if self._state is not None:
+            pack_state(_captured(self._state))
+        if not progress.num_workers:  # nothing was saved
+            return None
         if progress.num_steps > self._stop:
-            raise ArgumentValueError(
+            raise CheckpointError(
                 f"{directory} has the progress of {progress.num_steps} steps, but stop is "
                 f"{self._stop}; pass a larger stop, or another directory"
             )
         if self._state is None:
-            return
+            return None
         if not progress.has_states:
             raise CheckpointError(
                 f"{directory} was saved without the states of workers; pass state=None, or "
                 "another directory"
             )
-        if progress.num_workers != store.num_workers:
+        if progress.num_workers != self._store.num_workers:
             raise CheckpointError(
                 f"{directory} has the states of {progress.num_workers} workers, this job has "
-                f"{store.num_workers}; start as many workers, or pass another directory"
+                f"{self._store.num_workers}; start as many workers, or pass another directory"
             )
+        return read_state(path_after(directory, progress.num_steps), self._store.rank)
+
+    def _agree(self, trouble: str) -> None:
+        """Raise an error on all workers if one cannot begin, or has other arguments."""
+        mine = [self._stop, self._every, self._state is not None, trouble]
+        text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+        said = [json.loads(each.tobytes()) for each in self._store.all_gather(text)]
+        for rank, (*_, error) in enumerate(said):
+            if error:
+                raise CheckpointError(error if len(said) == 1 else f"worker {rank}: {error}")
+        for name, index in (("stop", 0), ("every", 1), ("whether there is a state", 2)):
+            values = [each[index] for each in said]
+            if len(set(values)) > 1:
+                raise CheckpointError(
+                    f"all workers must call steps alike, but {name} is {values} by rank; pass the "
+                    "same on each worker"
+                )
+
+
+def _tried(read: Callable[[], Any]) -> tuple[Any, str]:
+    """Return what a function returns, and the text of its error or an empty one."""
+    try:
+        return read(), ""
+    except (PSError, OSError) as error:
+        return None, str(error)
 
 
 def _check_state(state: Any) -> None:
@@ -166,25 +223,35 @@ def _captured_value(value: Any) -> Any:
     return value.get_state() if _is_generator(value) else value
 
 
-def _put(state: Any, saved: Any) -> None:
+def _put(state: Any, saved: Any, path: pathlib.Path) -> None:
     """Give a worker its state back; fill arrays of a dict in place if they fit."""
     if not isinstance(state, dict):
         state.load_state_dict(saved)
         return
-    for key in state.keys() - saved.keys():
-        del state[key]
     for key, value in saved.items():
-        old: Any = state.get(key)
-        if _keeps_its_state(old):
-            old.load_state_dict(value)
-        elif isinstance(old, np.random.Generator):
-            old.bit_generator.state = value
-        elif _is_generator(old):
-            old.set_state(value)
-        elif _fits(old, value):
-            old[...] = value
-        else:
-            state[key] = value
+        try:
+            if not _put_into(state.get(key), value):
+                state[key] = value
+        except (ValueError, TypeError, RuntimeError, KeyError) as error:
+            raise CheckpointError(
+                f"state[{key!r}] does not take what {path} has for it: {error}; pass a state like "
+                "the one that was saved, or another directory"
+            ) from error
+
+
+def _put_into(old: Any, saved: Any) -> bool:
+    """Put a saved value into an object that the script has; return whether it can."""
+    if _keeps_its_state(old):
+        old.load_state_dict(saved)
+    elif isinstance(old, np.random.Generator):
+        old.bit_generator.state = saved
+    elif _is_generator(old):
+        old.set_state(saved)
+    elif _fits(old, saved):
+        adapter_for(old).assign(saved, old)
+    else:
+        return False
+    return True
 
 
 def _keeps_its_state(value: Any) -> bool:
@@ -197,7 +264,10 @@ def _is_generator(value: Any) -> bool:
 
 
 def _fits(old: Any, new: Any) -> bool:
-    if type(old) is not type(new) or not hasattr(new, "shape"):
+    """Return whether both are arrays, of any library, of one shape and dtype."""
+    try:
+        mine, its = adapter_for(old), adapter_for(new)
+    except ArgumentTypeError:
         return False
-    is_writable = not isinstance(old, np.ndarray) or old.flags.writeable
-    return bool(is_writable and old.shape == new.shape and old.dtype == new.dtype)
+    is_same = mine.shape(old) == its.shape(new) and mine.dtype(old) == its.dtype(new)
+    return is_same and mine.why_read_only(old) is None

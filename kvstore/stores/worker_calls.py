@@ -33,6 +33,8 @@ class WorkerCalls(KVStoreBase, abc.ABC):
 
     _group: Communicator | OneRank
     """All workers of the store."""
+    _refuses_steps = ""
+    """Why ``steps`` cannot save this store's progress; empty if it can."""
 
     @abc.abstractmethod
     def _check_may_wait(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,78 @@ def test_asynchronous_pushes_of_saved_steps_count_once(tmp_path: Path) -> None:
         assert found == [[pushed] * 3] * 3
 
 
-def test_a_worker_without_a_state_is_named_at_the_first_save(tmp_path: Path) -> None:
+def test_what_is_saved_has_the_pushes_of_the_slowest_worker_and_none_of_a_later_step(
+    tmp_path: Path,
+) -> None:
     def train(kv: KVStore) -> None:
+        kv.set_optimizer(optimizer.create("sgd", learning_rate=-1.0))
         kv.init("w", np.zeros(3, np.float32))
-        state = None if kv.rank == 1 else {}
-        list(kv.steps(1, state, tmp_path, every=1))
+        for step in kv.steps(4, None, tmp_path, every=2):
+            if step == 3:
+                break
+            if kv.rank == 1 and step == 1:
+                time.sleep(0.3)  # the others are at the end of the step
+            kv.push("w", np.full(3, 10.0**step, np.float32))
+        kv.wait()
 
-    missing = pytest.raises(CheckpointError, match="those of worker 1 are missing")
-    with Workers("dist_sync", 2, 1) as workers, missing:
+    def load(kv: KVStore) -> Any:
+        kv.load_checkpoint(tmp_path / "kvstore-step-00000002")
+        return kv.pull("w").tolist()
+
+    with Workers("dist_async", 2, 1) as workers:
         workers.run(train)
-    assert not (tmp_path / "latest.json").exists()
+    with Workers("dist_async", 1, 1) as workers:
+        assert workers.run(load) == [[22.0] * 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([(1, {}, 1), (1, None, 1)], r"whether there is a state is \[True, False\] by rank"),
+        ([(1, None, 1), (1, {}, 1)], r"whether there is a state is \[False, True\] by rank"),
+        ([(4, {}, 1), (5, {}, 1)], r"stop is \[4, 5\] by rank"),
+        ([(4, {}, 1), (4, {}, 2)], r"every is \[1, 2\] by rank"),
+        ([(4, {}, 1), (4, {"a": object()}, 1)], r"^worker 1: state\['a'\]: an object may hold"),
+    ],
+)
+def test_workers_that_differ_are_told_so_before_the_first_step(
+    tmp_path: Path, arguments: list[Any], text: str
+) -> None:
+    def begin(kv: KVStore) -> None:
+        stop, state, every = arguments[kv.rank]
+        with pytest.raises(CheckpointError, match=text):
+            kv.steps(stop, state, tmp_path, every)
+
+    with Workers("dist_sync", 2, 1) as workers:
+        workers.run(begin)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("latest.json", "latest.json is damaged"), ("worker-1.safetensors", "^worker 1: .* missing")],
+)
+def test_what_one_worker_cannot_read_is_an_error_of_all_and_nothing_is_loaded(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    def save(kv: KVStore) -> None:
+        kv.init("w", np.ones(3, np.float32))
+        list(kv.steps(1, {}, tmp_path, 1))
+
+    def load(kv: KVStore) -> Any:
+        kv.init("w", np.zeros(3, np.float32))
+        with pytest.raises(CheckpointError, match=text):
+            kv.steps(1, {}, tmp_path, 1)
+        return kv.pull("w").tolist()
+
+    with Workers("dist_sync", 2, 1) as workers:
+        workers.run(save)
+    (path,) = tmp_path.rglob(name)
+    if name == "latest.json":
+        path.write_text("{")
+    else:
+        path.unlink()
+    with Workers("dist_sync", 2, 1) as workers:
+        assert workers.run(load) == [[0.0] * 3] * 2
 
 
 class Softmax:

@@ -161,5 +161,5 @@ def test_a_job_that_fails_is_carried_again(start: Start, tmp_path: Path) -> None
     output, errors = done.communicate(timeout=LIMIT_S)
     assert done.returncode == 0, errors
     assert output.count("sum 3.0 [] there") == 4, "two workers, twice"
-    assert errors.splitlines()[-1] == "[launcher] the job succeeded after 1 restart"
+    assert "[launcher] the job succeeded after 1 restart" in errors.splitlines()[-1]
     assert list((tmp_path / "jobs").iterdir()) == [], "tickets are gone"

@@ -496,9 +496,10 @@ bye()
         f"[launcher] restart {number} of 3: starting all processes again in {wait_s} s"
         for number, wait_s in ((1, 0.01), (2, 0.02))
     ]
-    assert done.stderr.splitlines()[-1] == "[launcher] the job succeeded after 2 restarts"
+    (logs,) = job.logs()
+    said = f"[launcher] the job succeeded after 2 restarts; logs of all attempts: {logs}"
+    assert done.stderr.splitlines()[-1] == said
     assert done.stderr.count("ended:    exit code 5") == 2
-    assert job.logs() == [], "removed, since the job has succeeded"
 
 
 def test_after_the_last_restart_the_job_has_failed_and_each_attempt_has_its_logs(job: Job) -> None:
@@ -539,3 +540,53 @@ def test_ctrl_c_between_two_attempts_ends_the_launcher(job: Job) -> None:
     assert process.wait(20) == 130
     (logs,) = job.logs()
     assert (logs / "worker-0.log").exists(), "the report has named them"
+
+
+def test_ctrl_c_while_the_rest_of_a_failed_attempt_is_ended_is_not_lost(job: Job) -> None:
+    code = """
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+os.write(2, b"failing\\n")
+os._exit(3)
+"""
+    process = job.start(
+        *("-n", "1", "--restarts", "2", *python(code)),
+        environment={"PATIENCE": "leftover_s=3 restart_s=0.01 alone_s=0.1"},
+    )
+    assert process.stderr is not None
+    while "failing" not in process.stderr.readline():
+        pass
+    time.sleep(1.5)  # all processes of the job have ended, their child has not
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=30)[1]
+    assert process.returncode == 3, err
+    assert "restart 1" not in err
+
+
+def test_a_host_that_does_not_answer_at_once_is_tried_again(job: Job, tmp_path: Path) -> None:
+    """With ssh in the place of the second attempt's host: refused once, then there."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    count = tmp_path / "count"
+    (programs / "ssh").write_text(
+        f"""#!/bin/sh
+for word in "$@"; do last=$word; done
+echo x >> {count}
+[ $(wc -l < {count}) = 2 ] && {{ echo refused >&2; exit 255; }}
+exec sh -c "$last"
+"""
+    )
+    (programs / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("one\n")
+    code = "sys.exit(5) if os.environ['DMLC_NUM_ATTEMPT'] == '0' else bye()"
+    done = job.run(
+        *("-n", "1", "-s", "1", "-H", str(tmp_path / "hosts"), "--restarts", "5", *python(code)),
+        environment={
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PATIENCE": "restart_s=0.01",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the job succeeded after 2 restarts" in done.stderr
+    assert "refused" in done.stderr

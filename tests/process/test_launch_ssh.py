@@ -123,7 +123,7 @@ def test_a_job_that_fails_starts_again_on_all_hosts(start: Start) -> None:
     assert code == 0, errors
     for name in ("worker 0@one", "worker 1@two"):
         assert output.count(f"[{name}] sum 3.0 [] there") == 2
-    assert errors.splitlines()[-1] == "[launcher] the job succeeded after 1 restart"
+    assert "[launcher] the job succeeded after 1 restart" in errors.splitlines()[-1]
 
 
 @pytest.mark.slow(reason="test_launch_local.py has the first failure always")

@@ -96,6 +96,10 @@ class ServerOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().__init__(groups, dict(self._rule.defaults))
         self._is_complete = True
         self.kv = init() if kv is None else store_of(kv)
+        self.kv._refuses_steps = (
+            "kv.steps does not set the weights of a model whose ServerOptimizer has this store; "
+            "save its state_dict() and load it with load_state_dict()"
+        )
         self._weights = [each for group in self.param_groups for each in group["params"]]
         self._keys = [names[id(each)] for each in self._weights]
         embeddings = _sparse_places(params, self._weights, self._keys, sparse)

@@ -85,8 +85,10 @@ def run_on(
     if options.check:
         return _check(options, environ, timing, cluster)
 
+    checked = [cluster]  # for the first attempt; each other makes one of its own
+
     def arrange(supervisor: Supervisor, key: str) -> Arrangement:
-        cluster = cluster_of(options, environ)  # of this attempt: it may note what was submitted
+        cluster = checked.pop() if checked else cluster_of(options, environ)
         agents, directory = _start_agents(supervisor, environ, cluster, key)
         greetings = [place.greeting or {} for place in agents]
         wished, port = wished_address(environ)

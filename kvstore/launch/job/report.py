@@ -271,6 +271,8 @@ class JobReport:
     specs: Sequence[ProcessSpec]
     ended: Sequence[EndedProcess]
     start_s: float
+    was_signalled: bool = False
+    """Whether a signal told the launcher to end, also after the last process had ended."""
 
 
 def make_log_dir(wanted: str | None) -> tuple[Path, bool]:
@@ -298,7 +300,10 @@ def remove_logs(log_dir: Path, is_temporary: bool) -> None:
 def attempt_log_dir(log_dir: Path, attempt: int) -> Path:
     """Create the directory for the logs of a restarted job, within ``log_dir``."""
     path = log_dir / f"restart-{attempt}"
-    path.mkdir(exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"cannot create {path}: {error.strerror}", exit_code=1) from error
     return path
 
 
@@ -309,38 +314,28 @@ def may_restart(report: JobReport) -> bool:
     workers have succeeded, though the scheduler was lost.
     """
     job = report.lifecycle
-    if not job.failed or job.unjoined or job.interrupted_by is not None:
+    if not job.failed or job.unjoined or report.was_signalled:
         return False
     workers = (one for one in report.ended if one.spec.role == "worker")
     return any(one.exit.status != 0 for one in workers)
 
 
-def announce_restart(
-    report: JobReport, attempt: int, restarts: int, log_dir: Path, wait_s: float
-) -> None:
-    """Print why the job failed, and that it starts again."""
+def show_failure(report: JobReport, log_dir: Path) -> list[EndedProcess]:
+    """Print why the job failed; return the failed processes, the cause first."""
     failures, stopped = failures_of(report.ended, report.specs)
     write_error(failure_block(failures, stopped, str(log_dir), start_s=report.start_s))
-    say(f"restart {attempt} of {restarts}: starting all processes again in {wait_s:g} s")
+    return failures
 
 
-def conclude(
-    report: JobReport, log_dir: Path, is_temporary: bool, last_logs: Path | None = None
-) -> int:
-    """Print how the job ended, keep or remove its logs, and return the exit code.
-
-    ``last_logs`` are those of the last attempt, if the job was restarted.
-    """
+def conclude(report: JobReport, log_dir: Path, is_temporary: bool) -> int:
+    """Print how the job ended, keep or remove its logs, and return the exit code."""
     job = report.lifecycle
     if job.unjoined:
         remove_logs(log_dir, is_temporary)  # the logs contain only what the terminal has shown
         say(_UNJOINED)
         return 1
     if job.failed:
-        failures, stopped = failures_of(report.ended, report.specs)
-        write_error(
-            failure_block(failures, stopped, str(last_logs or log_dir), start_s=report.start_s)
-        )
+        failures = show_failure(report, log_dir)
         if job.interrupted_by is None:
             return exit_code(failures[0].exit)
     elif job.interrupted_by is not None:

@@ -28,7 +28,6 @@ from kvstore.launch.job.places import Place
 from kvstore.launch.job.registry import new_key, new_key_file, note_job, write_key
 from kvstore.launch.job.report import (
     JobReport,
-    announce_restart,
     attempt_log_dir,
     complete_line,
     conclude,
@@ -36,9 +35,10 @@ from kvstore.launch.job.report import (
     may_restart,
     remove_logs,
     say,
+    show_failure,
 )
 from kvstore.launch.job.supervisor import Supervisor
-from kvstore.launch.options import LaunchOptions
+from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.plan import JobFacts, base_environment, brings_a_key, plan_job
 
 
@@ -76,27 +76,37 @@ def run_job(
     """
     check_plan(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
-    attempt, has_failed = 0, False
+    logs, num_failed = log_dir, 0
     try:
-        for attempt in range(options.restarts + 1):
-            facts = JobFacts(secrets.token_hex(8), checkout_root(), attempt=attempt)
-            logs = log_dir if attempt == 0 else attempt_log_dir(log_dir, attempt)
+        while True:
+            facts = JobFacts(secrets.token_hex(8), checkout_root(), attempt=num_failed)
             shown_logs = f"{logs}, kept if the job fails" if is_temporary else str(logs)
-            report = _supervise(
-                options, environ, service_command, timing, arrange, facts, logs, shown_logs
-            )
-            if attempt == options.restarts or not may_restart(report):
-                break
-            has_failed = True
-            wait_s = min(timing.restart_s * 2**attempt, timing.longest_restart_s)
-            announce_restart(report, attempt + 1, options.restarts, logs, wait_s)
+            may_try = num_failed < options.restarts
+            try:
+                report = _supervise(
+                    options, environ, service_command, timing, arrange, facts, logs, shown_logs
+                )
+            except LaunchError as error:  # of an attempt: a host may answer a little later
+                if num_failed == 0 or not may_try or error.exit_code != 1:
+                    raise
+                say(str(error))
+            else:
+                if not (may_try and may_restart(report)):
+                    break
+                show_failure(report, logs)
+            wait_s = min(timing.restart_s * 2**num_failed, timing.longest_restart_s)
+            num_failed += 1
+            of = f"restart {num_failed} of {options.restarts}"
+            say(f"{of}: starting all processes again in {wait_s:g} s")
             time.sleep(wait_s)
+            logs = attempt_log_dir(log_dir, num_failed)
     except BaseException:
-        remove_logs(log_dir, is_temporary and not has_failed)  # a report may have named them
+        remove_logs(log_dir, is_temporary and num_failed == 0)  # a report may have named them
         raise
-    code = conclude(report, log_dir, is_temporary, logs)
-    if attempt and code == 0:
-        say(f"the job succeeded after {attempt} restart{'s' * (attempt > 1)}")
+    code = conclude(report, logs, is_temporary and num_failed == 0)
+    if num_failed and code == 0:
+        times = f"{num_failed} restart{'s' * (num_failed > 1)}"
+        say(f"the job succeeded after {times}; logs of all attempts: {log_dir}")
     return code
 
 
@@ -147,7 +157,7 @@ def _supervise(
     # One end goes to the scheduler, which reports on it that all have joined.
     heard, joined = socket.socketpair()
     with heard, joined, Supervisor(facts.job_id, environ, log_dir, timing) as supervisor:
-        for note in options.notes:
+        for note in options.notes if facts.attempt == 0 else ():
             supervisor.terminal.say(note)
         arranged = arrange(supervisor, key)
         with listen(arranged.host, arranged.port) as listener:

@@ -34,6 +34,7 @@ class SignalPipe:
     """
 
     def __enter__(self) -> SignalPipe:
+        self._told_to_end = False
         self.fd, self._write_fd = os.pipe()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._write_fd, False)
@@ -55,9 +56,16 @@ class SignalPipe:
     def arrived(self) -> list[signal.Signals]:
         """Return the signals that arrived since the last call, in order."""
         try:
-            return [signal.Signals(number) for number in os.read(self.fd, 4096)]
+            found = [signal.Signals(number) for number in os.read(self.fd, 4096)]
         except BlockingIOError:
             return []
+        self._told_to_end = self._told_to_end or not set(ENDING).isdisjoint(found)
+        return found
+
+    def told_to_end(self) -> bool:
+        """Return whether a signal has told the launcher to end, whoever has read it."""
+        self.arrived()
+        return self._told_to_end
 
 
 def signal_when_closed(fd: int, number: signal.Signals, to: int) -> None:

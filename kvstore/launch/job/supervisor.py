@@ -136,7 +136,8 @@ class Supervisor:
         if self._start_failure is not None:
             raise self._start_failure
         ended = [self._records[index].ended(found) for index, found in sorted(job.exits.items())]
-        return JobReport(job, [record.spec for record in self._records], ended, self._start_s)
+        specs = [record.spec for record in self._records]
+        return JobReport(job, specs, ended, self._start_s, self._signals.told_to_end())
 
     def _turn(self, until_s: float | None) -> bool:
         """Wait until something happens or until ``until_s``, and handle it.

@@ -101,11 +101,16 @@ def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]
         found is None
         or (found.num_workers, found.num_servers) != (wanted.workers, wanted.servers)
         or (found.command, found.launcher) != (command, wanted.launcher)
-        or (found.check or found.dry_run or found.restarts)
+        or (found.check or found.dry_run)
     ):
         raise ArgumentValueError(
-            "options must not have -n, -s, --launcher, --check, --dry-run or --restarts, got "
+            "options must not have -n, -s, --launcher, --check or --dry-run, got "
             f"{list(wanted.options)}; use the arguments workers, servers and launcher"
+        )
+    if found.restarts:
+        raise ArgumentValueError(
+            "options must not have --restarts, because kvstore.run and LocalCluster start a job "
+            "once; remove it, and call again after an error"
         )
     if found.launcher == "kubernetes":
         raise ArgumentValueError(

@@ -52,9 +52,9 @@ def test_a_training_that_ends_in_any_step_goes_on_to_the_same_bits(
     expected = train(tmp_path / "whole", every=every)
     with pytest.raises(Ended):
         train(tmp_path / "ended", ends_in, every)
-    saved = list((tmp_path / "ended").glob("step-*"))
+    saved = list((tmp_path / "ended").glob("kvstore-step-*"))
     assert [path.name for path in saved] == (
-        [f"step-{ends_in // every * every:08}"] if ends_in >= every else []
+        [f"kvstore-step-{ends_in // every * every:08}"] if ends_in >= every else []
     )
     assert train(tmp_path / "ended", every=every) == expected
 
@@ -62,7 +62,7 @@ def test_a_training_that_ends_in_any_step_goes_on_to_the_same_bits(
 def test_a_training_that_is_over_is_not_done_again(tmp_path: Path) -> None:
     expected = train(tmp_path)
     assert train(tmp_path) == expected
-    assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{STOP:08}"]
+    assert [path.name for path in tmp_path.glob("*step-*")] == [f"kvstore-step-{STOP:08}"]
     steps = store().steps(STOP, {}, tmp_path, 1)
     assert (steps.first, list(steps), list(steps)) == (STOP, [], [])
 
@@ -82,19 +82,28 @@ def test_a_step_that_is_left_is_not_counted(tmp_path: Path) -> None:
 def test_a_save_that_ends_before_its_last_file_leaves_the_earlier_one(tmp_path: Path) -> None:
     with pytest.raises(Ended):
         train(tmp_path, 4, every=2)
-    shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000006")
-    (tmp_path / "step-00000006" / "manifest.json").unlink()
+    saved, unfinished = (tmp_path / f"kvstore-step-0000000{number}" for number in (4, 6))
+    shutil.copytree(saved, unfinished)
+    (unfinished / "manifest.json").unlink()
     assert train(tmp_path, every=2) == train(tmp_path / "whole", every=2)
-    assert not (tmp_path / "step-00000006").exists()
+    assert [path.name for path in tmp_path.glob("*step-*")] == [f"kvstore-step-{STOP:08}"]
 
 
 def test_files_of_others_in_the_directory_stay(tmp_path: Path) -> None:
-    for name in ("step-notes", "steps"):
+    """Also those that look like checkpoints of ``kv.steps``, which may be of another training."""
+    others = ["kvstore-step-00000001", "kvstore-step-00000099", "notes", "step-00000002"]
+    for name in others:
         (tmp_path / name).mkdir()
-    (tmp_path / "notes.txt").write_text("mine")
     train(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["latest.json", "notes.txt", f"step-{STOP:08}", "step-notes", "steps"]
+    assert names == sorted([*others, "latest.json", f"kvstore-step-{STOP:08}"])
+
+
+def test_a_step_that_was_left_is_the_first_of_another_loop(tmp_path: Path) -> None:
+    steps = store().steps(3, checkpoint=tmp_path, every=1)
+    for _ in steps:
+        break
+    assert list(steps) == [0, 1, 2]
 
 
 class Keeper:
@@ -132,13 +141,14 @@ def test_a_dict_may_hold_such_objects_and_generators_and_plain_values(tmp_path: 
             "history": [(0, 0.5)],
         }
 
-    before, after = state(), state()
+    before: dict[str, Any] = state()
+    after: dict[str, Any] = state()
     before["new"].random(3)
     before["old"].rand(3)
     before["keeper"].state = 5
     before["epoch"], after["history"], after["more"] = 5, None, 1
     found = saved_and_loaded(tmp_path, before, after)
-    assert found.keys() == before.keys()
+    assert found.keys() == {*before, "more"}, "what the script has added stays"
     assert (found["epoch"], found["history"], found["keeper"].state) == (5, [(0, 0.5)], 5)
     assert found["new"].random() == before["new"].random()
     assert found["old"].rand() == before["old"].rand()
@@ -188,15 +198,49 @@ def test_wrong_arguments_are_refused(
         store().steps(**{"stop": 3, **arguments})
 
 
-def test_a_state_that_cannot_be_saved_is_an_error_of_the_step(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentTypeError, match="an object may hold"):
-        list(store().steps(1, {"a": object()}, tmp_path, 1))
-    assert not (tmp_path / "latest.json").exists()
+def test_a_state_or_directory_that_cannot_be_saved_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    for wrong in ({"a": 1, "b": object()}, {"b": {"c": np.random.default_rng()}}, {"b": 1j}):
+        with pytest.raises(CheckpointError, match=r"^state\['b'\]: an object may hold"):
+            store().steps(1, wrong, tmp_path, 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot read .*: Not a directory"):
+        store().steps(1, None, tmp_path / "file", 1)
+
+
+def test_arrays_of_any_library_are_filled_in_place(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    def state(value: float) -> dict[str, Any]:
+        made = {
+            "leaf": torch.full((2,), value, requires_grad=True),
+            "parameter": torch.nn.Parameter(torch.full((2,), value)),
+            "nd": mx.nd.full((2,), value),
+            "other shape": np.full(3 if value else 2, value),
+        }
+        made["frozen"] = np.full(2, value)
+        made["frozen"].flags.writeable = False
+        return made
+
+    before, after = state(5.0), state(0.0)
+    kept = dict(after)
+    found = saved_and_loaded(tmp_path, before, after)
+    assert {name for name in kept if found[name] is kept[name]} == {"leaf", "parameter", "nd"}
+    assert found["leaf"].tolist() == found["parameter"].tolist() == [5, 5]
+    assert found["nd"].asnumpy().tolist() == found["frozen"].tolist() == [5, 5]
+    assert found["other shape"].tolist() == [5, 5, 5]
+
+
+def test_a_value_that_does_not_take_what_was_saved_is_named(tmp_path: Path) -> None:
+    old, new = np.random.default_rng(1), np.random.Generator(np.random.MT19937(1))
+    with pytest.raises(CheckpointError, match=r"^state\['draws'\] does not take what .*step-0"):
+        saved_and_loaded(tmp_path, {"draws": old}, {"draws": new})
 
 
 def test_progress_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     train(tmp_path)
-    with pytest.raises(ArgumentValueError, match=f"progress of {STOP} steps, but stop is 3"):
+    with pytest.raises(CheckpointError, match=f"progress of {STOP} steps, but stop is 3"):
         store().steps(3, {}, tmp_path, 1)
     list(store().steps(1, None, tmp_path / "bare", 1))
     with pytest.raises(CheckpointError, match="without the states of workers"):
@@ -226,7 +270,7 @@ def test_a_wrong_note_of_the_progress_is_refused(
 
 def test_a_damaged_or_missing_state_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
     train(tmp_path)
-    path = tmp_path / f"step-{STOP:08}" / "worker-0.safetensors"
+    path = tmp_path / f"kvstore-step-{STOP:08}" / "worker-0.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

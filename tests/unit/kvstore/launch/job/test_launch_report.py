@@ -189,14 +189,14 @@ def test_one_of_several_servers_may_end_just_before_a_last_worker_that_succeeds(
     assert [one.exit.index for one in failures] == [0]
 
 
-def report_of(statuses: dict[int, int]) -> JobReport:
+def report_of(statuses: dict[int, int], *, was_signalled: bool = False) -> JobReport:
     """The report of a job whose processes all had joined and ended by themselves."""
     job = Lifecycle(SPECS, Timing())
     job.joined(0.0)
     for now_s, (index, status) in enumerate(statuses.items(), start=1):
         job.exited({index: status}, float(now_s))
     records = [EndedProcess(SPECS[index], 1, found, ()) for index, found in job.exits.items()]
-    return JobReport(job, SPECS, records, 0.0)
+    return JobReport(job, SPECS, records, 0.0, was_signalled)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,6 @@ def test_a_job_may_start_again_unless_its_workers_have_succeeded(
 
 
 def test_a_job_that_its_user_has_ended_does_not_start_again() -> None:
-    report = report_of({WORKER_0: 1, WORKER_1: 1, SERVER: 1})
-    report.lifecycle.signalled(signal.SIGINT, 5.0)
-    report.lifecycle.exited({SCHEDULER: 1}, 6.0)
-    assert report.lifecycle.failed
-    assert not may_restart(report)
+    statuses = {WORKER_0: 1, WORKER_1: 1, SERVER: 1, SCHEDULER: 1}
+    assert may_restart(report_of(statuses))
+    assert not may_restart(report_of(statuses, was_signalled=True))
