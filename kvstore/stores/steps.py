@@ -70,7 +70,6 @@ class Steps(Iterator[int]):
                 raise ArgumentTypeError(f"{name} must be an int, got {number!r}")
             if number < 0:
                 raise ArgumentValueError(f"{name} must be at least 0, got {number}")
-        _check_state(state)
         if (checkpoint is None) != (every == 0):
             raise ArgumentValueError(
                 "checkpoint and every belong together: pass a directory and the number of steps "
@@ -80,7 +79,7 @@ class Steps(Iterator[int]):
             raise NotSupportedError(store._refuses_steps)
         self._store = store
         self._stop = int(stop)
-        self._state = state
+        self._state = None if state is None else WorkerState(state)
         self._every = int(every)
         self._directory = None if checkpoint is None else checked_path(checkpoint)
         self.first = 0 if self._directory is None else self._restore(self._directory)
@@ -107,7 +106,7 @@ class Steps(Iterator[int]):
         """Save the progress. All workers call this after the same step."""
         store, target = self._store, path_after(directory, self._num_done)
         if self._state is not None:
-            write_state(target, store.rank, _captured(self._state))
+            write_state(target, store.rank, self._state.state_dict())
         store.wait()
         store.barrier()  # no worker's push is missing in what the lowest rank saves
         store.save_checkpoint(target)
@@ -137,7 +136,7 @@ class Steps(Iterator[int]):
             return 0
         store.load_checkpoint(latest)
         if self._state is not None:
-            _put(self._state, state, latest)
+            self._state.load_state_dict(state)
         if store.rank == 0:
             of = f"{progress.num_steps} of {self._stop}"
             _logger.info("going on after step %s, with the checkpoint %s", of, latest)
@@ -153,7 +152,7 @@ class Steps(Iterator[int]):
                 "write to"
             ) from error
         if self._state is not None:
-            pack_state(_captured(self._state))
+            pack_state(self._state.state_dict())
         if not progress.num_workers:  # nothing was saved
             return None
         if progress.num_steps > self._stop:
@@ -200,43 +199,48 @@ def _tried(read: Callable[[], Any]) -> tuple[Any, str]:
         return None, str(error)
 
 
-def _check_state(state: Any) -> None:
-    if state is not None and not isinstance(state, dict) and not _keeps_its_state(state):
-        raise ArgumentTypeError(
-            "state must be a dict, or an object with state_dict and load_state_dict, got "
-            f"{type(state).__name__}"
-        )
+class WorkerState:
+    """What a script passes as ``state``, as one object with a ``state_dict``."""
+
+    def __init__(self, state: Any) -> None:
+        if not isinstance(state, dict) and not _keeps_its_state(state):
+            raise ArgumentTypeError(
+                "state must be a dict, or an object with state_dict and load_state_dict, got "
+                f"{type(state).__name__}"
+            )
+        self._state = state
+
+    def state_dict(self) -> Any:
+        """Return the state as a plain object."""
+        if isinstance(self._state, dict):
+            return {key: _captured(value) for key, value in self._state.items()}
+        return self._state.state_dict()
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Give the script its state back; fill arrays of a dict in place if they fit.
+
+        Raises ``CheckpointError``, which names the key.
+        """
+        if not isinstance(self._state, dict):
+            self._state.load_state_dict(saved)
+            return
+        for key, value in saved.items():
+            try:
+                if not _put_into(self._state.get(key), value):
+                    self._state[key] = value
+            except (ValueError, TypeError, RuntimeError, KeyError) as error:
+                raise CheckpointError(
+                    f"state[{key!r}] does not take what was saved for it: {error}; pass a state "
+                    "like the one that was saved, or another directory"
+                ) from error
 
 
-def _captured(state: Any) -> Any:
-    """Return a worker's state as a plain object."""
-    if isinstance(state, dict):
-        return {key: _captured_value(value) for key, value in state.items()}
-    return state.state_dict()
-
-
-def _captured_value(value: Any) -> Any:
+def _captured(value: Any) -> Any:
     if _keeps_its_state(value):
         return value.state_dict()
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
     return value.get_state() if _is_generator(value) else value
-
-
-def _put(state: Any, saved: Any, path: pathlib.Path) -> None:
-    """Give a worker its state back; fill arrays of a dict in place if they fit."""
-    if not isinstance(state, dict):
-        state.load_state_dict(saved)
-        return
-    for key, value in saved.items():
-        try:
-            if not _put_into(state.get(key), value):
-                state[key] = value
-        except (ValueError, TypeError, RuntimeError, KeyError) as error:
-            raise CheckpointError(
-                f"state[{key!r}] does not take what {path} has for it: {error}; pass a state like "
-                "the one that was saved, or another directory"
-            ) from error
 
 
 def _put_into(old: Any, saved: Any) -> bool:

@@ -94,7 +94,7 @@ def run_job(
                 if not (may_try and may_restart(report)):
                     break
                 show_failure(report, logs)
-            wait_s = min(timing.restart_s * 2**num_failed, timing.longest_restart_s)
+            wait_s = min(timing.restart_s * 2 ** min(num_failed, 16), timing.longest_restart_s)
             num_failed += 1
             of = f"restart {num_failed} of {options.restarts}"
             say(f"{of}: starting all processes again in {wait_s:g} s")

@@ -63,7 +63,7 @@ class SignalPipe:
         return found
 
     def told_to_end(self) -> bool:
-        """Return whether a signal has told the launcher to end, whoever has read it."""
+        """Return whether a signal has told the launcher to end, at any time."""
         self.arrived()
         return self._told_to_end
 

@@ -32,13 +32,15 @@ from kvstore.mxnet.gluon.consistency import (
     fingerprint,
     optimizer_for,
 )
-from kvstore.mxnet.gluon.parameter import TensorParameter, collect
+from kvstore.mxnet.gluon.parameter import Parameter, TensorParameter, collect
 from kvstore.mxnet.gluon.trainer_store import StoreLink, check_arguments, open_link
 from kvstore.optimizer import Optimizer, Updater
+from kvstore.optimizer.serialize import from_plain, to_plain
 from kvstore.optimizer.states import create_state
 from kvstore.sparse.convert import is_row_sparse
-from kvstore.stores.base import KVStoreBase
+from kvstore.stores.base import KVStore, KVStoreBase
 from kvstore.stores.dist.progress import note_step
+from kvstore.stores.steps import Steps, WorkerState
 from pslite.errors import UsageError
 
 _logger = logging.getLogger(__name__)
@@ -244,6 +246,50 @@ class Trainer:
 
     # -- files -------------------------------------------------------------------------
 
+    def steps(
+        self, stop: int, state: Any = None, checkpoint: FilePath | None = None, every: int = 0
+    ) -> Steps:
+        """Return an iterator over the steps of a training; see ``KVStore.steps``.
+
+        With ``checkpoint``, parameters, optimizer, its states and counts are saved too, and the
+        parameters are set when an earlier run's progress is loaded. All workers call it before
+        their first step. Raises ``UsageError`` without a store of this package, and the errors of
+        ``KVStore.steps``.
+        """
+        link = self._start()
+        if link is None or not isinstance(link.store, KVStore):
+            raise UsageError(
+                "steps needs a store of this package, and this Trainer has none; create it with a "
+                "store, such as kvstore=mx.kv.create('local')"
+            )
+        steps = link.store.steps(stop, TrainerState(self, state), checkpoint, every)
+        if steps.first:
+            self._optimizer = link.resume(self._params) or self._optimizer
+        return steps
+
+    def state_here(self) -> dict[str, Any]:
+        """Return what a checkpoint of the store does not have, as plain objects."""
+        found: dict[str, Any] = {"num_updates": self._num_updates}
+        if not self.update_on_kvstore:
+            found["optimizer"] = to_plain(self._optimizer)
+            found["weights"] = [adapter_for(p.first).to_host(p.first) for p in self._listed()]
+            found["states"] = [[piece.num_updates, piece.states] for piece in self._pieces()]
+        return found
+
+    def load_state_here(self, saved: Mapping[str, Any]) -> None:
+        """Continue with what ``state_here`` has returned."""
+        self._num_updates = saved["num_updates"]
+        if self.update_on_kvstore:
+            return
+        self._optimizer = from_plain(saved["optimizer"])
+        for parameter, weight in zip(self._listed(), saved["weights"], strict=True):
+            parameter.set_data(weight)
+        pairs = zip(self._params, saved["states"], strict=True)
+        states = {key: (count, arrays) for key, (count, arrays) in pairs}
+        for updater in self._updaters:
+            updater.optimizer = self._optimizer
+            updater.set_states(states)
+
     def save_states(self, fname: FilePath) -> None:
         """Write the optimizer, its states and update counts to a file; not the parameters.
 
@@ -328,6 +374,9 @@ class Trainer:
         if is_torch and batch_size not in (1, self._num_devices * self.num_workers):
             _logger.warning(UNSAID, batch_size, batch_size)
 
+    def _listed(self) -> list[Parameter]:
+        return list(self._params.values())
+
     def _trained(self) -> Iterator[Key]:
         return (key for key, parameter in self._params.items() if parameter.is_trained)
 
@@ -404,6 +453,23 @@ class Trainer:
     def _saved_count(self, fname: FilePath) -> int:
         with SavedStates(fname) as saved:
             return max(saved.read(key, 0, 0, None).num_updates for key in self._params)
+
+
+class TrainerState:
+    """What ``Trainer.steps`` saves for each worker, besides the store."""
+
+    def __init__(self, trainer: Trainer, state: Any) -> None:
+        self._trainer = trainer
+        self._state = None if state is None else WorkerState(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        script = None if self._state is None else self._state.state_dict()
+        return {"script": script, "trainer": self._trainer.state_here()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._trainer.load_state_here(saved["trainer"])
+        if self._state is not None:
+            self._state.load_state_dict(saved["script"] or {})
 
 
 def _rescale_of(optimizer: Optimizer) -> float:

@@ -200,6 +200,15 @@ class StoreLink:
         self._optimizer = self.store.current_optimizer()
         return self._optimizer
 
+    def resume(self, params: Params) -> Optimizer | None:
+        """Pull all weights of a store that was loaded; return the optimizer that it uses."""
+        if not self.updates or not isinstance(self.store, KVStore):
+            return None
+        self._pending = {}
+        self._optimizer = self.store.current_optimizer()
+        self.pull(list(params), params)
+        return self._optimizer
+
     def from_first(self, number: float) -> float:
         """Return worker 0's number, or this worker's own in an asynchronous store."""
         return number if self._agreement is None else self._agreement.from_first(number)

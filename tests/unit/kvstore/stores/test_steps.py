@@ -234,7 +234,7 @@ def test_arrays_of_any_library_are_filled_in_place(tmp_path: Path) -> None:
 
 def test_a_value_that_does_not_take_what_was_saved_is_named(tmp_path: Path) -> None:
     old, new = np.random.default_rng(1), np.random.Generator(np.random.MT19937(1))
-    with pytest.raises(CheckpointError, match=r"^state\['draws'\] does not take what .*step-0"):
+    with pytest.raises(CheckpointError, match=r"^state\['draws'\] does not take what was"):
         saved_and_loaded(tmp_path, {"draws": old}, {"draws": new})
 
 
