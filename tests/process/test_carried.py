@@ -153,6 +153,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(start: Start, tmp_path: Pat
     assert left == []
 
 
+@pytest.mark.slow(reason="test_launch_local.py restarts jobs always")
 def test_a_job_that_fails_is_carried_again(start: Start, tmp_path: Path) -> None:
     code = ROUND.replace('environ.get("KVSTORE_CODE", 0)', 'environ["DMLC_NUM_ATTEMPT"] == "0"')
     done = start(

@@ -584,7 +584,7 @@ exec sh -c "$last"
         *("-n", "1", "-s", "1", "-H", str(tmp_path / "hosts"), "--restarts", "5", *python(code)),
         environment={
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "PATIENCE": "restart_s=0.01",
+            "PATIENCE": "restart_s=0.01 drain_s=1",
         },
     )
     assert done.returncode == 0, done.stderr

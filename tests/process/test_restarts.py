@@ -34,7 +34,10 @@ def ends(text: str) -> list[tuple[str, ...]]:
     return sorted(re.findall(r"\[worker (\d)\] from (\d+) to (\d+)", text))
 
 
-@pytest.mark.parametrize("victim", ["worker 1", "server 0"])
+SLOW = pytest.mark.slow(reason="the launcher starts a job again in the same way for a server")
+
+
+@pytest.mark.parametrize("victim", [pytest.param("worker 1", marks=SLOW), "server 0"])
 def test_a_job_goes_on_from_its_last_checkpoint_with_the_same_bits(
     make_job: MakeJob, victim: str
 ) -> None:
