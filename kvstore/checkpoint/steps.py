@@ -48,6 +48,16 @@ def path_after(directory: Path, num_steps: int) -> Path:
     return directory / f"kvstore-step-{num_steps:08}"
 
 
+def make_directory(directory: Path) -> None:
+    """Create a directory unless it is there. Raises ``CheckpointError``."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot create {directory}: {error.strerror}; choose a directory that you can write to"
+        ) from error
+
+
 def read_progress(directory: Path) -> SavedSteps | None:
     """Return the progress in ``directory``; None if no checkpoint was completed there.
 
@@ -117,13 +127,7 @@ def write_state(checkpoint: Path, rank: int, state: object) -> None:
     """
     tree, arrays = pack_state(state)
     path = _state_path(checkpoint, rank)
-    try:
-        checkpoint.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot create {checkpoint}: {error.strerror}; choose a directory that you can write "
-            "to"
-        ) from error
+    make_directory(checkpoint)
     num_bytes = sum(array.size for array in arrays)
     specs = {_TREE: TensorSpec((len(tree),), _BYTE), _ARRAYS: TensorSpec((num_bytes,), _BYTE)}
     with TensorWriter(path, specs, {"format": _FORMAT}) as file:

@@ -21,6 +21,7 @@ from kvstore.checkpoint.atomic import checked_path
 from kvstore.checkpoint.steps import (
     SavedSteps,
     complete,
+    make_directory,
     pack_state,
     path_after,
     read_progress,
@@ -144,13 +145,7 @@ class Steps(Iterator[int]):
 
     def _read(self, directory: pathlib.Path, progress: SavedSteps) -> Any:
         """Return this worker's state. Raises what would be an error later, if possible."""
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot create {directory}: {error.strerror}; choose a directory that you can "
-                "write to"
-            ) from error
+        make_directory(directory)
         if self._state is not None:
             pack_state(self._state.state_dict())
         if not progress.num_workers:  # nothing was saved

@@ -267,7 +267,7 @@ class Trainer:
             self._optimizer = link.resume(self._params) or self._optimizer
         return steps
 
-    def state_here(self) -> dict[str, Any]:
+    def _state_here(self) -> dict[str, Any]:
         """Return what a checkpoint of the store does not have, as plain objects."""
         found: dict[str, Any] = {"num_updates": self._num_updates}
         if not self.update_on_kvstore:
@@ -276,8 +276,8 @@ class Trainer:
             found["states"] = [[piece.num_updates, piece.states] for piece in self._pieces()]
         return found
 
-    def load_state_here(self, saved: Mapping[str, Any]) -> None:
-        """Continue with what ``state_here`` has returned."""
+    def _load_state_here(self, saved: Mapping[str, Any]) -> None:
+        """Continue with what ``_state_here`` has returned."""
         self._num_updates = saved["num_updates"]
         if self.update_on_kvstore:
             return
@@ -464,10 +464,10 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         script = None if self._state is None else self._state.state_dict()
-        return {"script": script, "trainer": self._trainer.state_here()}
+        return {"script": script, "trainer": self._trainer._state_here()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self._trainer.load_state_here(saved["trainer"])
+        self._trainer._load_state_here(saved["trainer"])
         if self._state is not None:
             self._state.load_state_dict(saved["script"] or {})
 
