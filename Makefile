@@ -47,7 +47,7 @@ BESIDE := types
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo install dev test test-all test-slow test-unit test-process $(CHECKS) format coverage test-launchers test-oldest bench bench-peers docs docs-html settings wheel wheel-built clean
+.PHONY: help demo install dev test test-all test-slow test-kills test-unit test-process $(CHECKS) format coverage test-launchers test-oldest bench bench-peers docs docs-html settings wheel wheel-built clean
 
 help: ## this list
 	@echo "usage: make TARGET [PYTHON=python3.12] [VENV=.venv]"
@@ -100,6 +100,9 @@ test-fast: $(INSTALLED_DEV) ## pytest: test-unit and test-process in one session
 
 test-slow: $(INSTALLED_FRAMEWORKS) ## pytest: only what is marked slow, which make test leaves out
 	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal $(SLOW) tests $(WITHOUT_CLUSTERS) $(PYTEST_ARGS)
+
+test-kills: $(INSTALLED_DEV) ## 80 jobs, in each of which a worker is killed (6 minutes)
+	$(RUN) -m tests.kills
 
 test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(FAST) tests $(WITHOUT_PROCESSES) $(PYTEST_ARGS)

@@ -166,6 +166,13 @@ class Config:
         "on all nodes to wait longer for it",
         above=0,
     )
+    rejoin_timeout_s: float = _setting(
+        "PS_REJOIN_TIMEOUT",
+        0.0,
+        "seconds that a job waits for a process that takes the place of a lost worker "
+        "(recovery.md); 0: the loss ends the job. kvstore-launch --restarts sets it to 60",
+        least=0,
+    )
     stall_report_s: float = _setting(
         "PS_STALL_REPORT",
         10.0,

@@ -45,6 +45,7 @@ from pslite.wire.messages import (
     Beat,
     Exchange,
     Leave,
+    MayReturn,
     Members,
     Message,
     PartsFailed,
@@ -54,10 +55,12 @@ from pslite.wire.messages import (
     Response,
     Roster,
     RoundWaits,
+    Seated,
     StaleEpoch,
     StatusQuestion,
     StatusReport,
     StatusSurvey,
+    Vacant,
     Waiting,
 )
 
@@ -112,7 +115,7 @@ def recorded(job_id: str, receiver: int) -> list[Frames]:
         (Accepted(), []),
         (Beat(), []),
         (Register((node,), 2, 2, "0.1"), []),
-        (Roster(9, (node, node._replace(role="server", uid="S1"))), []),
+        (Roster(9, (node, node._replace(role="server", uid="S1")), 0), []),
         (Waiting(("worker 0",), ("1 of 2 workers",), 1.5), []),
         (Refused("ConfigError", "no", "", -1), []),
         (Leave(), []),
@@ -133,6 +136,9 @@ def recorded(job_id: str, receiver: int) -> list[Frames]:
         (StatusQuestion(1, "0.0"), []),
         (StatusReport(1, msgpack.packb(["0.1", 1.0, 1, 2, 3, 4, 5, 6, None, []])), []),
         (StatusSurvey(1, msgpack.packb([])), []),
+        (Vacant(9, 0, "lost"), []),
+        (Seated((node,), 1), []),
+        (MayReturn(True), []),
     ]
     return [
         [encode(Envelope(job_id, 1, 77, receiver, number, 0, (), (), message)), *payload]

@@ -120,6 +120,19 @@ def pack_state(state: Any) -> tuple[bytes, list[Any]]:
         raise
 
 
+def state_to_bytes(state: object) -> bytes:
+    """Return a worker's state, an object as for ``pack_object``, as one text of bytes."""
+    tree, arrays = pack_state(state)
+    return b"".join([len(tree).to_bytes(8, "little"), tree, *(bytes(each) for each in arrays)])
+
+
+def state_from_bytes(data: bytes) -> Any:
+    """Return what ``state_to_bytes`` got. Raises ``ProtocolError``."""
+    stop = 8 + int.from_bytes(data[:8], "little")
+    memory = np.frombuffer(data, np.uint8)[stop:].copy()
+    return _without_marks(unpack_object(data[8:stop], memory))
+
+
 def write_state(checkpoint: Path, rank: int, state: object) -> None:
     """Write the state of a worker, an object as for ``pack_object``.
 

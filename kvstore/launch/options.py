@@ -393,8 +393,9 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ),
     (
         *("--restarts", LAUNCHERS[:-1], "N"),
-        "if a process fails, end the others and start the whole job again, at most N times; the "
-        "loop kv.steps(..., checkpoint=DIR) then goes on where it has last saved",
+        "at most N times, start a worker again that fails in a loop over kv.steps: it takes its "
+        "old place and repeats its step; after any other failure end all processes and start the "
+        "whole job again: kv.steps(..., checkpoint=DIR) goes on where it has last saved",
     ),
     ("--p3", LAUNCHERS, "", "no effect (for old scripts): priorities are always on"),
     (

@@ -3,8 +3,9 @@
 This module is pure: it turns options and facts into a list of :class:`ProcessSpec`, and neither
 starts nor reads anything. The variables are those of ps-lite (``DMLC_*``) plus ``PS_JOB_ID``,
 ``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. With ``--restarts``
-there is ``DMLC_NUM_ATTEMPT`` too, as in dmlc-core (tracker/dmlc_tracker/local.py). Read
-``launch/job/supervisor.py`` next, which starts these processes.
+there are ``PS_REJOIN_TIMEOUT`` and ``DMLC_NUM_ATTEMPT`` too, the latter as in dmlc-core
+(tracker/dmlc_tracker/local.py). Read ``launch/job/supervisor.py`` next, which starts these
+processes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _FOREIGN_NAMES = (
     AGENT_ID_NAME,
 )
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
+REJOIN_NAME = "PS_REJOIN_TIMEOUT"
+REJOIN_S = "60"
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def plan_job(
     job = _job_variables(options, facts)
     everyone = {
         "PYTHONUNBUFFERED": "1",
+        **({REJOIN_NAME: REJOIN_S} if options.restarts and REJOIN_NAME not in environ else {}),
         **(security(environ) if options.launcher == "local" else {}),
         **dict(options.environment),
     }
@@ -190,7 +194,7 @@ def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
         "DMLC_JOB_CLUSTER": options.launcher,
         "PS_JOB_ID": facts.job_id,
     }
-    if options.restarts:
+    if options.restarts or facts.attempt:
         job["DMLC_NUM_ATTEMPT"] = str(facts.attempt)
     if facts.key_file is not None:
         job["PS_JOB_KEY_FILE"] = facts.key_file

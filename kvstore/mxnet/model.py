@@ -454,10 +454,10 @@ class FeedForward:
         if checkpoint is None:
             return range(self.begin_epoch, stop)
         if not isinstance(updates, OnStore):
-            kind = updates.store.type
             raise UsageError(
-                f"checkpoint needs a store that updates the weights, got {kind!r}; use another type"
+                f"checkpoint needs a store that updates the weights, got {updates.store.type!r}"
             )
+        updates.store._rules_out_return("an epoch of FeedForward.fit is too much to repeat")
         epochs = updates.store.steps(stop, training, checkpoint, every=1)
         if epochs.first:
             training.finish()

@@ -71,6 +71,8 @@ class StoreCall(enum.IntEnum):
     TABLE_OPTIMIZER = 18
     TABLE_STATS = 19
     MARK_TABLE = 20
+    KEEP_STEP = 21
+    KEPT_STEP = 22
 
 
 class Declared(NamedTuple):

@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvstore.protocol.requests import DIRECTORY_APP, STORE_APP
@@ -56,6 +57,7 @@ def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
         node.customers.add(DIRECTORY_APP, directory.handle, waits_for_others=True)
         node.watch.on_departure.append(directory.departed)
         node.on_deadlock.append(directory.deadlocked)
+        node.control.on_seated.append(lambda returned: directory.returned(returned.rank))
 
 
 def _shares(node: Postoffice) -> Sequence[float] | None:
@@ -112,7 +114,8 @@ def _import(name: str) -> None:
 def serve(config: Config, *, joined_fd: int = -1) -> int:
     """Run a scheduler or a server until its job is over; returns the exit code.
 
-    When the cluster is complete, a line is written to ``joined_fd``, if one is given.
+    If ``joined_fd`` is given, a line is written to it when the cluster is complete, and whenever a
+    process has taken the place of a lost worker.
     """
     try:
         config.checked_for_cluster()
@@ -142,7 +145,9 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
         try_to_stderr(error)
     node = start(config, prepare=lambda node: install(node, errors), wait=False)
     if joined_fd >= 0:
-        node.ready.on_done(lambda ready: _tell(joined_fd, ready.error()))
+        tell = partial(_tell, joined_fd)
+        node.ready.on_done(lambda ready: None if ready.error() else tell("all have joined"))
+        node.control.on_seated.append(lambda member: tell(f"{member.name} has its place again"))
     goodbye, exit_code = True, 0
     try:
         node.finished.result()
@@ -159,10 +164,9 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
     return exit_code
 
 
-def _tell(joined_fd: int, error: BaseException | None) -> None:
+def _tell(joined_fd: int, line: str) -> None:
     try:
-        if error is None:
-            os.write(joined_fd, b"all have joined\n")
+        os.write(joined_fd, line.encode() + b"\n")
     except OSError:  # the reader is gone
         pass
 

@@ -104,11 +104,14 @@ class ServerStores:
         self._ranks = tuple(range(config.num_workers))
         self._stores: dict[int, StoreState] = {}
         self._num_rounds = 0
+        #: Worker -> the step that another process would have to repeat (``stores/dist/returning``).
+        self._kept_steps: dict[int, tuple[bytes, list[bytes]]] = {}
         self._plane = ServerPlane(
             self,
             window=config.round_window,
             message_bytes=message_bytes(config, by_tcp=True),
             stall_report_s=config.report_after_s,
+            keeps_previous=config.rejoin_timeout_s > 0,
         )
         lanes = Lanes(node.pool.submit)
         # Small parts share a lane up to the size of one large message (``stores/dist/plan.py``), so
@@ -121,6 +124,7 @@ class ServerStores:
         # Frequent calls that only concern dense parts go straight to them.
         self.check = self._dense.check
         self.read = self._dense.read
+        self.read_again = self._dense.read_again
         node.traffic.serve(self._plane)
         node.traffic.add_owner(self)
         self._calls: dict[int, Callable[[Incoming], None]] = {
@@ -130,6 +134,8 @@ class ServerStores:
             StoreCall.STATS: self._stats,
             StoreCall.COMMAND: self._command,
             StoreCall.CLOSE: self._close,
+            StoreCall.KEEP_STEP: self._keep_step,
+            StoreCall.KEPT_STEP: self._kept_step,
             **self._dense.calls,
             **self._rows.calls,
         }
@@ -201,7 +207,8 @@ class ServerStores:
         found = self._stores.get(number)
         if found is None:
             ranks = self._ranks if synchronous else None
-            found = self._stores[number] = StoreState(ranks)
+            keeps_previous = self._node.config.rejoin_timeout_s > 0
+            found = self._stores[number] = StoreState(ranks, keeps_previous)
         return found
 
     def _delete(self, incoming: Incoming) -> None:
@@ -255,6 +262,18 @@ class ServerStores:
         store = self._stores.get(number)
         optimizer = None if store is None else store.optimizer
         incoming.respond(pack([] if optimizer is None else [to_plain(optimizer)]))
+
+    # -- steps that another process may have to repeat ---------------------------------
+
+    def _keep_step(self, incoming: Incoming) -> None:
+        """Keep what a worker's step begins with; only another process of it reads this."""
+        frames = [bytes(frame) for frame in incoming.frames]
+        self._kept_steps[rank_of(incoming.sender)] = incoming.body, frames
+        incoming.respond()
+
+    def _kept_step(self, incoming: Incoming) -> None:
+        body, frames = self._kept_steps.get(rank_of(incoming.sender), (b"", []))
+        incoming.respond(body, frames)
 
     # -- statistics and commands -------------------------------------------------------
 

@@ -118,11 +118,12 @@ class PartRun:
         """Add the contributions up and update."""
         arena, optimizer, chain = self.stretch.arena, self.stretch.optimizer, self.stretch.chain
         arena.changes += 1
+        whole = slice(self.stretch.parts[0].start, self.stop)
+        arena.keep_previous(whole)
         if optimizer is None and arena.store.ranks is None:
             raise OptimizerNotSet("dist_async needs an optimizer: call set_optimizer before push")
         if optimizer is not None:
             optimizer.check_dtype(arena.weight.dtype)
-        whole = slice(self.stretch.parts[0].start, self.stop)
         weight, state = arena.weight[whole], [array[whole] for array in arena.state(None)]
         if chain is not None:
             total = self._decoded(chain, weight, arena.workspace)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
+from kvstore.arrays.cpu.threads import Cores
 from kvstore.compression import Compression
 from kvstore.protocol.requests import PartEntry, StoreCall, bytes_of, pack, unpack, unpack_parts
 from kvstore.server.lanes import LaneNumbers, Lanes
@@ -123,6 +124,21 @@ class DenseStores:
                 copy[:] = values
                 values = copy
             frames.append(values.data)
+        return frames
+
+    def read_again(self, parts: Sequence[int], *, before_last: bool) -> list[Any]:
+        """Return copies of the parts' values, or of those before their last rounds."""
+        frames = []
+        for arena, start, stop, part in self.parts.frames(tuple(parts)):
+            source = arena.weight if arena.previous is None or not before_last else arena.previous
+            values = source[start:stop]
+            if part is not None and part.rule.pull is not None:
+                copy = self._allocate(part.pull_bytes)
+                part.rule.pull.encode(values, copy, cores=Cores(1))
+            else:
+                copy = self._allocate(values.nbytes)
+                copy[:] = values.view(np.uint8)
+            frames.append(copy.data)
         return frames
 
     # -- requests ----------------------------------------------------------------------

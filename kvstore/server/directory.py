@@ -142,6 +142,13 @@ class Directory:
                 )
             )
 
+    def returned(self, rank: int) -> None:
+        """Go on with another process of a lost worker, which will ask again."""
+        for store in self._stores.values():
+            store.waiting = [entry for entry in store.waiting if entry.rank != rank]
+            store.optimizers.returned(rank)
+            store.joint_calls.returned(rank)
+
     def deadlocked(self, error: DeadlockError) -> None:
         """Fail all waiting requests: the events that they need cannot happen."""
         for store in self._stores.values():
@@ -301,21 +308,25 @@ class Directory:
     def _together(self, incoming: Incoming) -> None:
         number, mode, call, name, kind, text = unpack(incoming.body, int, str, int, str, str, str)
         store = self._stores.setdefault(number, _Store(mode))
+        if store.joint_calls.is_over(call):  # another process repeats it for a lost worker
+            incoming.respond(pack(False, _news(store)))
+            return
         store.optimizers.joint_call_begins()
         error = rebuild(kind, text) if kind else None
         store.joint_calls.arrive(call, name, incoming, list(self._live_ranks()), error)
 
     def _done_together(self, incoming: Incoming) -> None:
         """Handle the deciding rank's report; forget the keys that it deleted."""
-        number, call, deleted, kind, text = unpack(incoming.body, int, int, list, str, str)
+        number, call, deleted, said, kind, text = unpack(
+            incoming.body, int, int, list, str, str, str
+        )
         store = self._store(number)
         error = rebuild(kind, text) if kind else None
         if error is None:
             self._delete(store, deleted)
         others = set(self._live_ranks()) - {rank_of(incoming.sender)}
         store.optimizers.joint_call_ended(failed=error is not None, others=others)
-        ready = [entry for key, entry in store.entries.items() if key in store.ready]
-        news = pack(pack_entries(ready), store.optimizers.num)
+        news = _news(store, said)
         what = store.joint_calls.done(call, news, error)
         if what == CLOSING and error is None:
             del self._stores[number]
@@ -329,10 +340,12 @@ class Directory:
 
     def _optimizer_is_set(self, incoming: Incoming) -> None:
         """Record that the deciding rank's call reached all servers, or failed."""
-        number, kind, optimizer, error_kind, text = unpack(incoming.body, int, str, list, str, str)
+        number, kind, call, optimizer, error_kind, text = unpack(
+            incoming.body, int, str, int, list, str, str
+        )
         store = self._stores.setdefault(number, _Store(kind))
         error = rebuild(error_kind, text) if error_kind else None
-        store.optimizers.decided(optimizer, error, self._deciding_rank())
+        store.optimizers.decided(optimizer, error, rank_of(incoming.sender), call)
         incoming.respond()
 
     def _same_optimizer(self, incoming: Incoming) -> None:
@@ -346,8 +359,14 @@ class Directory:
 
     def _optimizer_of(self, incoming: Incoming) -> None:
         (number,) = unpack(incoming.body, int)
-        store = self._stores.get(number)
-        incoming.respond(pack(store.optimizers.current if store is not None else []))
+        calls = OptimizerCalls() if number not in self._stores else self._store(number).optimizers
+        incoming.respond(pack(calls.current, calls.num_of(rank_of(incoming.sender))))
+
+
+def _news(store: _Store, said: str = "") -> bytes:
+    """Return what all ranks learn at the end of a joint call."""
+    ready = [entry for key, entry in store.entries.items() if key in store.ready]
+    return pack(pack_entries(ready), store.optimizers.num, said)
 
 
 def _refuse(store: _Store, keys: Sequence[Key], error: PSError) -> None:

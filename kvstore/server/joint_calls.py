@@ -28,12 +28,30 @@ class _JointCall:
     error: BaseException | None = None
     """The ranks' calls differ, or one cannot take part; later ranks get this error too."""
 
+    def returned(self, rank: int) -> None:
+        """Forget that a rank has made the call: another process will make it again."""
+        self.arrived.pop(rank, None)
+        if self.carried_out_by == rank:
+            self.carried_out_by = None
+
 
 class JointCallCoordinator:
     """The calls of one store that are not over yet."""
 
     def __init__(self) -> None:
         self._open: dict[int, _JointCall] = {}
+        #: The highest number of a call that is over. Only calls without waiting callers may have a
+        #: lower number and be open.
+        self._last = 0
+
+    def is_over(self, call: int) -> bool:
+        """Return whether a call has ended for all ranks."""
+        return call <= self._last and call not in self._open
+
+    def returned(self, rank: int) -> None:
+        """Go on with another process of a lost worker, which repeats its open call."""
+        for joint_call in self._open.values():
+            joint_call.returned(rank)
 
     def arrive(
         self,
@@ -46,6 +64,8 @@ class JointCallCoordinator:
         """Handle a rank's ``call``-th call; ``error`` says why that rank cannot take part."""
         joint_call = self._open.setdefault(call, _JointCall(name))
         rank = rank_of(incoming.sender)
+        if not joint_call.arrived:
+            joint_call.name = name
         if joint_call.error is None and joint_call.name != name:
             joint_call.error = UsageError(
                 f"worker {rank} called {name}, but worker {min(joint_call.arrived)} called "
@@ -75,6 +95,7 @@ class JointCallCoordinator:
     def done(self, call: int, news: bytes, error: BaseException | None) -> str:
         """Record that the deciding rank has finished or failed; return the call's name."""
         joint_call = self._open.pop(call, None)
+        self._last = max(self._last, call)
         if joint_call is None:
             return ""
         for rank, incoming in joint_call.arrived.items():
@@ -94,6 +115,7 @@ class JointCallCoordinator:
                 incoming.fail(joint_call.error)
             if all_there:
                 del self._open[call]
+                self._last = max(self._last, call)
         elif joint_call.carried_out_by is None and all_there:
             joint_call.carried_out_by = min(live)
             joint_call.arrived[min(live)].respond(pack(True, b""))

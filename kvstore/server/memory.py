@@ -34,6 +34,8 @@ class StoreState:
 
     ranks: tuple[int, ...] | None
     """Worker ranks that every round needs; None: each push is applied by itself."""
+    keeps_previous: bool = False
+    """Whether to keep the values before each round (only if every round needs all ranks)."""
     optimizer: Optimizer | None = None
     cut_keys: dict[str, dict[Key, int]] = field(default_factory=lambda: {"row": {}, "key": {}})
     """For each scope: the keys whose parts are too small for optimizers of that scope, and how many
@@ -91,6 +93,8 @@ class Arena:
         self.weight: Flat = memory[:nbytes].view(dtype)
         self.workspace = Workspace()
         self.parts: list[Part] = []
+        #: The values before the last round of each part, if the store keeps them.
+        self.previous: Flat | None = None
         #: How often its memory was written; a copy with the same number is up to date.
         self.changes = 0
         self._optimizer: Optimizer | None = None
@@ -117,6 +121,13 @@ class Arena:
                     part.count = 0
             self._optimizer = optimizer
         return self._state
+
+    def keep_previous(self, some: slice) -> None:
+        """Keep the present values of some elements, if the store asks for that."""
+        if self.store.keeps_previous and self.store.ranks is not None:
+            if self.previous is None:
+                self.previous = np.empty_like(self.weight)
+            self.previous[some] = self.weight[some]
 
     @property
     def state_bytes(self) -> int:

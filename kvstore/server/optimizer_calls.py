@@ -49,9 +49,22 @@ class OptimizerCalls:
         #: Ranks whose last call differed from the deciding rank's.
         self._refused: set[int] = set()
         self._num_before_joint_call = 0
+        #: Rank -> the number of its last call that it has decided.
+        self._made: dict[int, int] = {}
 
-    def decided(self, optimizer: list[Any], error: BaseException | None, decider: int) -> None:
-        """Handle the deciding rank's next call, which reached all servers or failed."""
+    def num_of(self, rank: int) -> int:
+        """Return the number of a rank's last call that has taken effect or failed."""
+        return self._made.get(rank, 0)
+
+    def returned(self, rank: int) -> None:
+        """Go on with another process of a lost worker, which will ask again."""
+        self._waiting = [entry for entry in self._waiting if entry[1] != rank]
+
+    def decided(
+        self, optimizer: list[Any], error: BaseException | None, decider: int, call: int
+    ) -> None:
+        """Handle a call of the deciding rank, which reached all servers or failed."""
+        self._made[decider] = call
         self.num += 1
         self._last.append(_Decided(optimizer, error))
         if error is None:

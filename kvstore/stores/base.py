@@ -333,11 +333,11 @@ class KVStore(WorkerCalls):
         steps and after the last: the store, but no growing tables, as ``save_checkpoint`` does, the
         number of steps, and each worker's ``state``. All workers call it after ``init`` and
         ``set_optimizer``. If the directory has the progress of an earlier run, the call loads it;
-        pull the weights then, and the iterator goes on with the next step.
-
+        pull the weights then, and the iterator goes on with the next step. With ``--restarts``, a
+        process in place of a lost worker repeats its step (``docs/recovery.md``).
         ``state`` is an object with ``state_dict`` and ``load_state_dict``, or a dict of such
         objects, of random generators, and of what ``broadcast_object`` takes; arrays in it are
-        filled in place. Raises ``CheckpointError`` on all workers if one of them cannot begin.
+        filled in place. Raises an error on all workers if one of them cannot begin.
         """
         return Steps(self, stop, state, checkpoint, every)
 

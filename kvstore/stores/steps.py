@@ -26,6 +26,8 @@ from kvstore.checkpoint.steps import (
     path_after,
     read_progress,
     read_state,
+    state_from_bytes,
+    state_to_bytes,
     write_state,
 )
 from kvstore.errors import (
@@ -36,14 +38,29 @@ from kvstore.errors import (
 )
 from kvstore.stores.plugin import Path
 from pslite.errors import PSError
+from pslite.future import Future, completed
 
 _logger = logging.getLogger(__name__)
+
+
+class StepKeeper(Protocol):
+    """Keeps what another process needs to repeat a step: ``stores/dist/returning.py``."""
+
+    @property
+    def found(self) -> Future[Any]:
+        """Completes with the step that this process has to repeat, or None."""
+
+    def begin_loop(self) -> int: ...
+    def keep(self, loop: int, step: int, state: bytes) -> Future[None]: ...
+    def repeat(self, kept: Any) -> None: ...
+    def has_repeated(self) -> None: ...
 
 
 class SavesSteps(Protocol):
     """The parts of ``KVStore`` that are used here; see there."""
 
     _refuses_steps: str
+    _keeper: StepKeeper | None
 
     @property
     def rank(self) -> int: ...
@@ -51,10 +68,10 @@ class SavesSteps(Protocol):
     def num_workers(self) -> int: ...
     def wait(self) -> Any: ...
     def barrier(self) -> None: ...
-    def broadcast_object(self, value: object) -> Any: ...
-    def all_gather(self, value: Any) -> list[Any]: ...
     def save_checkpoint(self, directory: Path) -> None: ...
     def load_checkpoint(self, directory: Path) -> None: ...
+    def _wait(self, future: Future[Any]) -> Any: ...
+    def _agree(self, name: str, prepare: Callable[[], Any], act: Callable[[], str]) -> Any: ...
 
 
 class Steps(Iterator[int]):
@@ -83,7 +100,14 @@ class Steps(Iterator[int]):
         self._state = None if state is None else WorkerState(state)
         self._every = int(every)
         self._directory = None if checkpoint is None else checked_path(checkpoint)
-        self.first = 0 if self._directory is None else self._restore(self._directory)
+        self._keeper = store._keeper
+        self._keeping: Future[None] = completed(None)
+        self._loop = 0 if self._keeper is None else self._keeper.begin_loop()
+        #: The step that this process repeats in place of a lost one, until it has begun.
+        self._repeated = None if self._keeper is None else store._wait(self._keeper.found)
+        if self._repeated is not None and self._loop > self._repeated.loop:
+            self._repeated = None
+        self.first = self._first_step()
         self._num_done = self.first
         self._is_within = False
 
@@ -95,13 +119,36 @@ class Steps(Iterator[int]):
         if self._is_within:
             self._is_within = False
             self._num_done += 1
+            if self._keeper is not None:
+                self._keeper.has_repeated()
             is_last = self._num_done == self._stop
             if self._directory and (is_last or self._num_done % self._every == 0):
                 self._save(self._directory)
+        if self._keeper is not None:
+            self._keep(self._keeper)
         if self._num_done >= self._stop:
             raise StopIteration
         self._is_within = True
         return self._num_done
+
+    def _first_step(self) -> int:
+        if self._repeated is not None:
+            if self._loop < self._repeated.loop:  # the lost process had done this loop
+                return self._stop
+            if self._state is not None and self._repeated.state:
+                self._state.load_state_dict(state_from_bytes(self._repeated.state))
+            return int(self._repeated.step)
+        return 0 if self._directory is None else self._restore(self._directory)
+
+    def _keep(self, keeper: StepKeeper) -> None:
+        """Keep what the next step begins with, or begin the one that was kept."""
+        if self._repeated is None:
+            state = b"" if self._state is None else state_to_bytes(self._state.state_dict())
+            self._store._wait(self._keeping)
+            self._keeping = keeper.keep(self._loop, self._num_done, state)
+        elif self._loop == self._repeated.loop:
+            keeper.repeat(self._repeated)
+            self._repeated = None
 
     def _save(self, directory: pathlib.Path) -> None:
         """Save the progress. All workers call this after the same step."""
@@ -122,17 +169,17 @@ class Steps(Iterator[int]):
         Until all workers know that all can go on, none changes anything.
         """
         store = self._store
-        found: Any = (None, "")
-        if store.rank == 0:
-            found = _tried(lambda: read_progress(directory))
+        has_state = self._state is not None
+        call = f"steps({self._stop}, every={self._every}, with {'a' if has_state else 'no'} state)"
         # Others may not see yet what was written on another machine.
-        found, trouble = store.broadcast_object((found[0] and tuple(found[0]), found[1]))
+        _, text = store._agree(
+            call, lambda: None, lambda: json.dumps(_named_error(store, read_progress)(directory))
+        )
+        found = json.loads(text)
         progress = SavedSteps(*(found or (0, 0, False)))
         latest = path_after(directory, progress.num_steps)
-        state = None
-        if not trouble:
-            state, trouble = _tried(lambda: self._read(directory, progress))
-        self._agree(trouble)
+        read = _named_error(store, self._read)
+        state, _ = store._agree(f"steps, from {latest}", lambda: read(directory, progress), str)
         if found is None:
             return 0
         store.load_checkpoint(latest)
@@ -169,29 +216,18 @@ class Steps(Iterator[int]):
             )
         return read_state(path_after(directory, progress.num_steps), self._store.rank)
 
-    def _agree(self, trouble: str) -> None:
-        """Raise an error on all workers if one cannot begin, or has other arguments."""
-        mine = [self._stop, self._every, self._state is not None, trouble]
-        text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
-        said = [json.loads(each.tobytes()) for each in self._store.all_gather(text)]
-        for rank, (*_, error) in enumerate(said):
-            if error:
-                raise CheckpointError(error if len(said) == 1 else f"worker {rank}: {error}")
-        for name, index in (("stop", 0), ("every", 1), ("whether there is a state", 2)):
-            values = [each[index] for each in said]
-            if len(set(values)) > 1:
-                raise CheckpointError(
-                    f"all workers must call steps alike, but {name} is {values} by rank; pass the "
-                    "same on each worker"
-                )
 
+def _named_error(store: SavesSteps, read: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does what ``read`` does; its errors name the worker."""
 
-def _tried(read: Callable[[], Any]) -> tuple[Any, str]:
-    """Return what a function returns, and the text of its error or an empty one."""
-    try:
-        return read(), ""
-    except (PSError, OSError) as error:
-        return None, str(error)
+    def tried(*arguments: Any) -> Any:
+        try:
+            return read(*arguments)
+        except (PSError, OSError) as error:
+            who = f"worker {store.rank}: " if store.num_workers > 1 else ""
+            raise CheckpointError(f"{who}{error}") from error
+
+    return tried
 
 
 class WorkerState:

@@ -8,7 +8,7 @@ any library to NumPy, and waits for the result. It runs on the caller's thread.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from pslite.errors import PSError, UsageError
 from pslite.future import Future
 
 if TYPE_CHECKING:
+    from kvstore.stores.steps import StepKeeper
     from pslite import Communicator, ReceivedArray
 
 Host = np.ndarray[Any, Any]
@@ -35,6 +36,8 @@ class WorkerCalls(KVStoreBase, abc.ABC):
     """All workers of the store."""
     _refuses_steps = ""
     """Why ``steps`` cannot save this store's progress; empty if it can."""
+    _keeper: StepKeeper | None = None
+    """Where ``steps`` keeps what another process needs in place of this one; None: nowhere."""
 
     @abc.abstractmethod
     def _check_may_wait(self) -> None:
@@ -43,6 +46,17 @@ class WorkerCalls(KVStoreBase, abc.ABC):
     @abc.abstractmethod
     def _wait(self, future: Future[Any]) -> Any:
         """Return a future's value."""
+
+    def _agree(self, name: str, prepare: Callable[[], Any], act: Callable[[], str]) -> Any:
+        """Let every worker ``prepare``, then the lowest rank ``act``.
+
+        Returns what this worker has prepared, and the text of ``act``. All workers must call it
+        with the same name. All get the error of one.
+        """
+        return prepare(), act()
+
+    def _rules_out_return(self, why: str) -> None:
+        """Note why no other process could go on in the place of this one."""
 
     def all_reduce(
         self,

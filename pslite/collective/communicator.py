@@ -55,6 +55,8 @@ T = TypeVar("T")
 _JOIN = 1 << 40
 """After the n-th ``join``, calls are numbered anew, from n times this."""
 
+#: The nodes on which a call was made.
+_users: weakref.WeakSet[Postoffice] = weakref.WeakSet()
 # Guards the counts below, and the numbers of calls of all groups.
 _lock = threading.Lock()
 _groups_made: weakref.WeakKeyDictionary[Postoffice, Counter[tuple[str, tuple[int, ...]]]] = (
@@ -388,8 +390,17 @@ class Communicator:
             self._counts[label] += 1
             return CallKey(self._group, label, self._num_joins * _JOIN + self._counts[label])
 
+    @staticmethod
+    def is_used_on(node: Postoffice) -> bool:
+        """Return whether this worker has made a call of any group."""
+        return node in _users
+
     def _check_open(self) -> None:
         self.node.io_queue.check_process()
+        if self.node not in _users:
+            _users.add(self.node)
+            if self.node.config.rejoin_timeout_s:  # no other process could repeat its calls
+                self.node.control.say_whether_to_return(False)
         if self._is_closed:
             raise ClosedError("this Communicator was closed")
         if self._has_joined:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import abc
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from pslite.errors import DeadlineError
-from pslite.ids import NodeInfo
+from pslite.ids import SCHEDULER_ID, NodeInfo
 from pslite.node.data import Traffic
 from pslite.node.office import Office
 from pslite.node.peer_watch import PeerWatch, beat_at
 from pslite.node.report import Reporter
 from pslite.protocol.membership import Gone, LossReports
-from pslite.wire.messages import Beat, Leave, Members
+from pslite.wire.messages import Beat, Leave, MayReturn, Members
 
 SCHEDULER = "scheduler"
 """The name under which every node connects to the scheduler."""
@@ -31,8 +31,19 @@ class ControlOffice(Office, Protocol):
     watch: PeerWatch
     reporter: Reporter
 
-    def join(self, info: NodeInfo, roster: tuple[NodeInfo, ...], now: float) -> None:
+    def join(
+        self,
+        info: NodeInfo,
+        roster: tuple[NodeInfo, ...],
+        now: float,
+        *,
+        epoch: int = 1,
+        attempt: int = 0,
+    ) -> None:
         """Handle the roster: the cluster is complete; ``info`` is this node's entry."""
+
+    def seat(self, node: NodeInfo, attempt: int, now: float) -> NodeInfo | None:
+        """Go on with another process in the seat of a lost worker."""
 
 
 class NodeControl(abc.ABC):
@@ -50,6 +61,7 @@ class NodeControl(abc.ABC):
         self._listeners: Iterable[str] = (SCHEDULER,)
         self._barrier_rounds: Counter[int] = Counter()
         self._loss_reports = LossReports()
+        self.on_seated: list[Callable[[NodeInfo], None]] = []
 
     # -- gathering ---------------------------------------------------------------------
 
@@ -78,6 +90,18 @@ class NodeControl(abc.ABC):
     @abc.abstractmethod
     def _give_up(self, error: Exception, now: float) -> None:
         """End this node, because the cluster cannot become complete."""
+
+    # -- what another process in this node's place must know ---------------------------
+
+    def barriers(self) -> dict[int, int]:
+        return dict(self._barrier_rounds)
+
+    def set_barriers(self, counts: dict[int, int]) -> None:
+        self._barrier_rounds = Counter(counts)
+
+    def say_whether_to_return(self, yes: bool) -> None:
+        office = self._office
+        office.io_queue.call(lambda: office.send(SCHEDULER_ID, MayReturn(yes)))
 
     # -- who is gone -------------------------------------------------------------------
 

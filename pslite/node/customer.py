@@ -114,6 +114,8 @@ class Incoming:
     _respond: Callable[[Incoming, Response, Sequence[Any]], None]
     is_lent: bool = False
     """Whether the frames are the asker's own, in this process."""
+    attempt: int = 0
+    """How many processes had the sender's seat before the asker."""
     _answered: bool = False
 
     @property
@@ -167,6 +169,8 @@ class Customers:
         self._early_bytes = 0
         self._error: BaseException | None = None
         self.pending = Pending()
+        #: Node -> how many of its processes were replaced.
+        self._replaced: Counter[int] = Counter()
         #: App -> the number of requests that it has not answered.
         self._open: Counter[int] = Counter()
         self._waiting_apps: set[int] = set()
@@ -199,6 +203,17 @@ class Customers:
         """Fail this node's open requests with ``error``, and all later requests too."""
         self._error = error
         self.pending.fail(error)
+
+    def replaced(self, node: int) -> None:
+        """Forget the requests of a process whose seat another one has taken."""
+        self._replaced[node] += 1
+        early, self._early = self._early, []
+        for arrived_at, incoming in early:
+            if incoming.sender == node:
+                self._early_bytes -= incoming.nbytes
+                self._close(incoming.request.app)
+            else:
+                self._early.append((arrived_at, incoming))
 
     def remove(self, app: int) -> None:
         """Remove an app; later requests wait for another app with this number."""
@@ -241,7 +256,8 @@ class Customers:
         *,
         is_lent: bool = False,
     ) -> None:
-        incoming = Incoming(sender, message, frames, self._responded, is_lent)
+        attempt = self._replaced[sender] if self._replaced else 0
+        incoming = Incoming(sender, message, frames, self._responded, is_lent, attempt)
         self._open[message.app] += 1
         if self._error is not None:
             incoming.fail(self._error)
@@ -277,6 +293,13 @@ class Customers:
                 )
         self._early = [entry for entry in self._early if entry[0] >= before]
 
+    def _close(self, app: int) -> None:
+        """Count a request to an app as answered."""
+        self._open[app] -= 1
+        if not self._open[app]:
+            # Peers may ask for any app number, so do not keep an entry for each.
+            del self._open[app]
+
     @staticmethod
     def _handle(handler: Handler, incoming: Incoming) -> None:
         try:
@@ -286,10 +309,9 @@ class Customers:
 
     def _responded(self, incoming: Incoming, response: Response, frames: Sequence[Any]) -> None:
         def deliver() -> None:
-            self._open[response.app] -= 1
-            if not self._open[response.app]:
-                # Peers may ask for any app number, so do not keep an entry for each.
-                del self._open[response.app]
+            self._close(response.app)
+            if self._replaced and incoming.attempt != self._replaced[incoming.sender]:
+                return  # another process has the asker's seat, and did not ask this
             send = self._hand_over if incoming.is_lent else self._send
             try:
                 send(incoming.sender, response, frames)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from pslite.errors import NodeLostError, ProtocolError, PSError, UsageError, told
+from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, Role, node_id, rank_of, role_of
 from pslite.node.links import Delivery
 from pslite.node.office import Office
@@ -69,6 +70,8 @@ class Traffic:
         #: It stays empty on servers and the scheduler, which do not push or pull.
         self.worker = WorkerPlane(window)
         self._server: ServerPlane | None = None
+        #: Completes when the step that begins has begun.
+        self._beginning: Future[None] | None = None
         #: When a job last ended on this thread, or was given to the pool.
         self._worked_at = 0.0
         #: Lane -> how many of its small jobs in a row were slow.
@@ -93,6 +96,49 @@ class Traffic:
 
     def _owners_now(self) -> list[PartOwner]:
         return [owner for known in self._owners.keyrefs() if (owner := known()) is not None]
+
+    def begin_step(self, note: Callable[[dict[int, int] | None], Future[Any]]) -> Future[None]:
+        """Begin a step that another process could repeat. From any thread of a worker.
+
+        Later pushes and pulls wait until the earlier ones have arrived at the servers, and until
+        the future of ``note(counts)`` is done. ``note`` is called on the I/O thread with the
+        number of pushes of each part so far (``WorkerPlane.counts``), and has to keep them where a
+        loss of this process does not reach. The result completes then. Only one step may begin at
+        a time.
+        """
+        begun: Future[None] = Future("the servers to accept earlier pushes")
+        office, plane = self._office, self.worker
+        servers: list[str] = []
+
+        def begin() -> None:
+            if office.error is not None:
+                begun.set_error(office.error)
+                return
+            self._beginning = begun
+            roster = office.membership.roster
+            servers.extend(node.uid for node in roster if node.role == Role.SERVER.value)
+            plane.hold_back()
+            if not look():
+                office.io_queue.look_after_each_step(look)
+
+        def look() -> bool:
+            has_arrived = plane.everything_sent_before and office.links.everything_accepted(servers)
+            if has_arrived and office.error is None:
+                note(plane.counts()).on_done(go_on)
+            return has_arrived or office.error is not None
+
+        def go_on(noted: Future[Any]) -> None:
+            self._beginning = None
+            plane.release()
+            error = noted.error()
+            if error is None:
+                begun.set_result(None)
+            else:
+                begun.set_error(error)
+
+        self.send_joined()
+        office.io_queue.call(begin)
+        return begun
 
     # -- from the node -----------------------------------------------------------------
 
@@ -184,12 +230,23 @@ class Traffic:
         if node == SCHEDULER_ID:
             self._adopt_epoch()
 
+    def returned(self, node: int) -> None:
+        """Go on with another process in the seat of a lost worker."""
+        if self._server is not None:
+            self.carry_out(self._server.returned(rank_of(node)))
+
     def begin_epoch(self, epoch: int) -> None:
         """Begin a later epoch, which the scheduler has announced."""
         self._office.membership.epoch = epoch
         self.worker.begin_epoch(epoch)
         if self._server is not None:
             self.carry_out(self._server.begin_epoch(epoch))
+
+    def fail(self, error: BaseException) -> None:
+        """Fail all requests of this node, and later ones."""
+        self.worker.fail(error)
+        if self._beginning is not None:
+            self._beginning.set_error(error)
 
     def close(self) -> None:
         """Release the app and all memory: the node has ended."""

@@ -96,7 +96,8 @@ class Links:
         #: Peer -> when to tell it what was accepted; 0.0 until that is decided. A dict keeps the
         #: order of arrival; the order of a set would differ in every process.
         self._tell_at: dict[str, float] = {}
-        self._closed: set[str] = set()
+        #: Lost peers, with the answer to what they still send, if there is one.
+        self._closed: dict[str, Refused | None] = {}
         self._released: set[str] = set()
         #: The number of dropped messages, by reason.
         self.dropped: Counter[str] = Counter()
@@ -205,6 +206,9 @@ class Links:
         """Return the message in a transmission if it is new and for this node; else None."""
         if event.peer in self._closed:
             self.dropped[FROM_LOST] += 1
+            refusal = self._closed[event.peer]
+            if refusal is not None:
+                self.send_unnumbered(event.peer, refusal)
             return None
         try:
             envelope = decode(event.frames)
@@ -343,11 +347,16 @@ class Links:
 
     def shut(self, peer: str) -> None:
         """Drop messages in flight to a lost peer, and all later messages from it."""
-        self._closed.add(peer)
+        self._closed.setdefault(peer)
         self._peers.pop(peer, None)
         self._strangers.pop(peer, None)
         self._tell_at.pop(peer, None)
         self._sharing.forget(peer)
+
+    def turn_out(self, peer: str, refusal: Refused) -> None:
+        """Do what ``shut`` does, and answer further messages with ``refusal``."""
+        self.shut(peer)
+        self._closed[peer] = refusal
 
 
 def _is_for_any_job(envelope: Envelope) -> bool:

@@ -34,7 +34,9 @@ from pslite.wire.messages import (
     Refused,
     Register,
     Roster,
+    Seated,
     StatusQuestion,
+    Vacant,
     Waiting,
 )
 
@@ -82,11 +84,15 @@ class MemberControl(NodeControl):
             return
         elif isinstance(message, Roster):
             try:
-                self._complete(message, now)
+                self._complete(message, delivery.epoch, now)
             except ConfigError as error:  # a limit of this machine, not a wrong message
                 self._office.fail(error)
         elif isinstance(message, Waiting):
             self._still_waiting(message, now)
+        elif isinstance(message, Vacant):
+            self._vacated(message)
+        elif isinstance(message, Seated) and len(message.node) == 1:
+            self._seated(message.node[0], message.attempt, now)
         elif isinstance(message, Refused):
             is_ours = message.kind == ConfigError.__name__
             verdict = "refuses this node" if is_ours else "gave up"
@@ -102,7 +108,7 @@ class MemberControl(NodeControl):
         elif isinstance(message, StatusQuestion) and self._office.info is not None:
             self._office.send(SCHEDULER_ID, self._office.reporter.answer(message.question, now))
 
-    def _complete(self, message: Roster, now: float) -> None:
+    def _complete(self, message: Roster, epoch: int, now: float) -> None:
         office = self._office
         mine = [node for node in message.members if node.node_id == message.node_id]
         if office.info is not None or not mine:
@@ -115,7 +121,7 @@ class MemberControl(NodeControl):
                     office.van.connect(node.uid, node.address)
         self._stop_waiting()
         office.log.info(1, f"{office.log.name} is connected to others")
-        office.join(mine[0], message.members, now)
+        office.join(mine[0], message.members, now, epoch=epoch, attempt=message.attempt)
 
     def _give_up(self, error: Exception, now: float) -> None:
         self._office.fail(error)
@@ -224,10 +230,36 @@ class MemberControl(NodeControl):
         node = office.membership.node_ids.get(peer)
         if node is None:
             return
+        is_worker = office.role is Role.SERVER and peer != SCHEDULER
+        if is_worker and office.config.rejoin_timeout_s and self._can_ask_scheduler():
+            # Another process may take its place. The scheduler decides that.
+            attempt = office.membership.attempts.get(node, 0)
+            office.send(SCHEDULER_ID, Vacant(node, attempt, reason))
+            return
         # A failed node knows the cause, and must not wait for a dead node to accept messages.
         looks_for_cause = office.error is None and self._scheduler_error is None
         if not (looks_for_cause and self._loss_reports.puts_off(node, reason, now)):
             self._depart(node, left=False, reason=reason)
+
+    def _can_ask_scheduler(self) -> bool:
+        return self._office.error is None and self._scheduler_error is None
+
+    def _vacated(self, message: Vacant) -> None:
+        """Stop using the process of a lost worker; its seat waits for another one."""
+        office = self._office
+        node = office.membership.vacate(message.node, message.attempt, message.reason)
+        if node is not None:
+            text = f"{node.title} is lost: {message.reason}; another process may take its place"
+            office.log.info(0 if office.role is Role.WORKER else 1, text)
+            office.watch.vacated(node, message.reason)
+
+    def _seated(self, node: NodeInfo, attempt: int, now: float) -> None:
+        """Go on with another process in the seat of a lost worker."""
+        office = self._office
+        office.log.learn((node,))
+        before = office.seat(node, attempt, now)
+        if before is not None:
+            office.log.info(1, f"{node.title} has taken the place of {before.title}")
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
         """Note that a member reports a loss; the scheduler decides whether it is one."""

@@ -38,7 +38,7 @@ class Admission:
         self._early: list[Delivery] = []
         self._early_bytes = 0
         #: The roles of the roster's nodes, by their names in the van.
-        self._listed: Mapping[str, str] | None = None
+        self._listed: dict[str, str] | None = None
 
     def objection(self, peer: str, message: Message, frames: Sequence[Any]) -> str | None:
         """Return why to drop a message of ``peer`` now; None to accept it."""
@@ -60,10 +60,16 @@ class Admission:
             self._early.append(delivery)
             self._early_bytes += sum(map(size_of, delivery.frames))
 
+    def replace(self, peer: str, other: str, role: str) -> None:
+        """List another process in place of a lost one."""
+        if self._listed is not None:
+            self._listed.pop(peer, None)
+            self._listed[other] = role
+
     def complete(self, listed: Mapping[str, str]) -> list[Delivery]:
         """Set the roster (peer -> role); return the kept messages of its nodes."""
         early, self._early, self._early_bytes = self._early, [], 0
-        self._listed = listed
+        self._listed = dict(listed)
         return [each for each in early if self._misplaced(each.peer, each.message) is None]
 
     def _misplaced(self, peer: str, message: Message) -> str | None:

@@ -22,6 +22,9 @@ from pslite.wire.messages import Message
 class Control(Protocol):
     """The control of a node: joining, barriers, lost nodes."""
 
+    #: The I/O thread calls these with a process that has taken the seat of a lost worker.
+    on_seated: list[Callable[[NodeInfo], None]]
+
     def begin(self, now: float) -> None:
         """Join (or, on the scheduler, gather) the cluster."""
 
@@ -36,6 +39,18 @@ class Control(Protocol):
 
     def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
         """Enter a barrier; complete ``future`` when all nodes of the group have."""
+
+    def barriers(self) -> dict[int, int]:
+        """Return how many barriers of each group this node has entered. I/O thread only."""
+
+    def set_barriers(self, counts: dict[int, int]) -> None:
+        """Go on after these numbers of barriers, by group. I/O thread only."""
+
+    def say_whether_to_return(self, yes: bool) -> None:
+        """Tell the scheduler whether another process could go on in this one's place.
+
+        From any thread.
+        """
 
     def say_goodbye(self) -> None:
         """Tell the other nodes that this node is done."""

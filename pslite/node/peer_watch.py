@@ -13,8 +13,8 @@ import os
 from collections.abc import Callable
 
 from pslite.config import Config
-from pslite.errors import ConfigError
-from pslite.ids import NodeInfo
+from pslite.errors import ConfigError, NodeLostError
+from pslite.ids import NodeInfo, Role
 from pslite.node.address import machine_id, process_alive
 from pslite.node.data import Traffic
 from pslite.node.office import Office
@@ -131,6 +131,19 @@ class PeerWatch:
             self.disconnected(gone.node.uid, office.clock())
         for listener in self.on_departure:
             listener()
+
+    def vacated(self, node: NodeInfo, reason: str) -> None:
+        """Drop the process of a lost worker whose seat waits for another.
+
+        Called by ``control``, which has told ``membership``.
+        """
+        office = self._office
+        error = NodeLostError(f"{node.title} is lost: {reason}", role=node.role, rank=node.rank)
+        office.customers.pending.depart(node.node_id, error)
+        self.forget(node.uid)
+        office.links.shut(node.uid)
+        if office.role is not Role.SCHEDULER:  # which tells the process, if it is still there
+            office.van.disconnect(node.uid)
 
     def _ended_after_goodbye(self, peer: str) -> None:
         """Drop a node that has said goodbye and has ended."""

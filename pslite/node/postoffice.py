@@ -130,10 +130,24 @@ class Postoffice:
             )
         return self.info.rank
 
-    def join(self, info: NodeInfo, roster: tuple[NodeInfo, ...], now: float) -> None:
+    @property
+    def attempt(self) -> int:
+        """How many processes had this node's seat before; 0 if none was lost."""
+        return 0 if self.info is None else self.membership.attempts.get(self.info.node_id, 0)
+
+    def join(
+        self,
+        info: NodeInfo,
+        roster: tuple[NodeInfo, ...],
+        now: float,
+        *,
+        epoch: int = 1,
+        attempt: int = 0,
+    ) -> None:
         """Handle the roster: the cluster is complete. Called by ``control``."""
-        self.membership.begin(roster)
-        self.info = info
+        self.membership.begin(roster, epoch)
+        self.traffic.worker.begin_epoch(epoch)
+        self.info, self.membership.attempts[info.node_id] = info, attempt
         for node in roster:
             self.links.know(node.uid)
         self.nearby.begin(info, roster)
@@ -146,13 +160,34 @@ class Postoffice:
         self.nearby.spread(self.config.connections)
         self.ready.set_result(info)
 
+    def seat(self, node: NodeInfo, attempt: int, now: float) -> NodeInfo | None:
+        """Go on with another process in the seat of a lost worker.
+
+        Returns the lost one's entry; None if this is not news. Called by ``control``.
+        """
+        before = self.membership.seat(node, attempt)
+        if before is None or self.info is None:
+            return None
+        self.watch.vacated(before, "another process has its place")
+        self.links.know(node.uid)
+        self.admission.replace(before.uid, node.uid, node.role)
+        self.customers.replaced(node.node_id)
+        self.traffic.returned(node.node_id)
+        self.nearby.begin(self.info, self.membership.roster)
+        if node in self.membership.neighbours():
+            self.watch.add(node.uid, now, node)
+            self.nearby.offer_segments()
+            self.nearby.offer_pipes(node)
+        for listener in self.control.on_seated:
+            listener(node)
+        return before
+
     # -- what other threads may call ---------------------------------------------------
 
     def sit_beside(self, other: Postoffice) -> None:
         """Let two nodes of this process read each other's frames in place.
 
-        This holds for requests that need not be ordered, and for their answers. Both clusters must
-        be complete. Waits for the other node's roster.
+        This holds for requests that need not be ordered, and their answers. Waits for both rosters.
         """
         for node, peer in ((self, other), (other, self)):
             node.nearby.beside[int(peer.ready.result().node_id)] = peer._take
@@ -182,23 +217,14 @@ class Postoffice:
         """
         return self.heap.rows(pieces)
 
-    @staticmethod
-    def whole_of(buffer: Bytes) -> tuple[int, int, object] | None:
-        """Return the segment that holds a buffer: (address, bytes, owner).
-
-        The argument may be a part of a buffer. The segment begins and ends at a page boundary. The
-        owner keeps it mapped until the node has ended and the last buffer is freed. Returns None
-        for memory that does not belong to a node. From any thread.
-        """
-        return Heap.whole_of(buffer)
+    #: Returns the segment that holds a buffer. From any thread.
+    whole_of = staticmethod(Heap.whole_of)
 
     def call(self, command: Callable[[], None]) -> None:
         """Schedule ``command`` for the I/O thread; return at once. From any thread.
 
-        This is for apps; the project's own code uses ``io_queue``.
-
-        Raises:
-            UsageError: this is a forked child, which does not have an I/O thread.
+        This is for apps; the project's own code uses ``io_queue``. Raises ``UsageError`` in a
+        forked child, which does not have an I/O thread.
         """
         self.io_queue.call(command)
 
@@ -400,7 +426,7 @@ class Postoffice:
         if self.error is not None:
             return
         self.error = error
-        self.traffic.worker.fail(error)
+        self.traffic.fail(error)
         self.customers.fail(error)
         self.control.fail(error)
         self.ready.set_error(error)

@@ -114,10 +114,10 @@ class LocalPeers:
             text = f"cannot share memory with {whom}, so values travel by TCP, which is slower"
             office.log.warn_seldom(f"no shared memory with {peer}", f"{text} ({answer.reason})")
 
-    def offer_pipes(self) -> None:
-        """Offer pipes for small messages to the peers on this machine."""
+    def offer_pipes(self, to: NodeInfo | None = None) -> None:
+        """Offer pipes for small messages to the peers on this machine, or to one of them."""
         office = self._office
-        for node in office.membership.neighbours():
+        for node in office.membership.neighbours() if to is None else (to,):
             if node.node_id in self._here:
                 ticket = office.van.offer_pipe(node.uid)
                 if ticket is not None:

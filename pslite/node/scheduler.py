@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from pslite.errors import (
     ConfigError,
@@ -18,9 +19,10 @@ from pslite.errors import (
     told,
 )
 from pslite.future import Future
-from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_members, node_id
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_members, node_id, role_of
 from pslite.node.control import VERDICT_S, ControlOffice, NodeControl, ends_itself, loss_in
 from pslite.node.links import Delivery
+from pslite.node.seating import Seating
 from pslite.node.surveyor import Surveyor
 from pslite.protocol.barrier import Barriers, Release
 from pslite.protocol.membership import Gone, Rendezvous
@@ -30,12 +32,14 @@ from pslite.wire.messages import (
     Deadlock,
     Leave,
     LongWait,
+    MayReturn,
     Members,
     Refused,
     Register,
     Roster,
     StatusQuestion,
     StatusReport,
+    Vacant,
     Waiting,
 )
 
@@ -64,6 +68,7 @@ class SchedulerControl(NodeControl):
         self._surveyor = Surveyor(
             office, node, package, self._rendezvous, self._barriers, self._deadlocked
         )
+        self._seating = Seating(office, self._end_seat, self._vacated, self._seated)
         #: Van names of the nodes that wait for the roster.
         self._listeners = self._waiting = dict[str, NodeInfo]()
         #: The timer for the earliest time limit of a barrier.
@@ -89,12 +94,16 @@ class SchedulerControl(NodeControl):
             return
         if isinstance(message, Members):
             self._hear(node, message, now)
+        elif isinstance(message, Vacant):
+            self._hear_of_worker(node, message, now)
         elif isinstance(message, StatusReport):
             self._surveyor.reported(node, message, now)
         elif isinstance(message, LongWait):
             self._surveyor.long_wait(node, now)
         elif isinstance(message, BarrierEnter):
             self._enter(node, message.group, message.round, message.timeout_s, now)
+        elif isinstance(message, MayReturn):
+            self._seating.seats.may_return(node, yes=message.yes)
         elif isinstance(message, Leave):
             self._said_goodbye(node)
 
@@ -103,16 +112,15 @@ class SchedulerControl(NodeControl):
         node = message.node[0]
         if node.uid != delivery.peer or node.incarnation != delivery.incarnation:
             return
-        if self._rendezvous.roster or office.error is not None:
-            reason = "this job is complete and does not accept further nodes"
-            office.links.send_unnumbered(delivery.peer, Refused(*told(ConfigError(reason))))
+        known = node, message.num_workers, message.num_servers, message.package
+        is_late = bool(self._rendezvous.roster) or office.error is not None
+        refusal = (self._rendezvous.disagreement if is_late else self._rendezvous.register)(*known)
+        if is_late and (refusal is None or not office.config.rejoin_timeout_s):
+            self._seating.asked(delivery, node, now)
             return
-        refusal = self._rendezvous.register(
-            node, message.num_workers, message.num_servers, message.package
-        )
         if refusal is not None:
             office.links.send_unnumbered(delivery.peer, Refused(*told(ConfigError(refusal.reason))))
-            if refusal.fatal:
+            if refusal.fatal and not is_late:
                 self._give_up(ConfigError(refusal.reason), now)
             return
         self._waiting[delivery.peer] = node
@@ -133,7 +141,7 @@ class SchedulerControl(NodeControl):
             office.log.info(
                 1, f"assign rank={node.node_id} to node role={node.role}, ip={node.host}"
             )
-            office.links.send(node.uid, Roster(node.node_id, roster), (), 1, now)
+            office.links.send(node.uid, Roster(node.node_id, roster, 0), (), 1, now)
         config = office.config
         office.log.info(
             1,
@@ -141,6 +149,7 @@ class SchedulerControl(NodeControl):
             f"and {config.num_servers} servers",
         )
         office.join(self._node, roster, now)
+        self._seating.begin(roster, now)
 
     def _waiting_message(self, now: float) -> Waiting:
         rendezvous = self._rendezvous
@@ -227,7 +236,23 @@ class SchedulerControl(NodeControl):
             return
         # A failed node knows the cause, and must not wait for a dead node to accept messages.
         if office.error is not None or not self._loss_reports.puts_off(node, reason, now):
-            self._depart(node, left=False, reason=reason)
+            self._lose(node, reason, now)
+
+    def _lose(self, node: int, reason: str, now: float) -> None:
+        """Handle the loss of a node: another process may take its place, or the job ends."""
+        if self._office.error is not None or not self._seating.lost(node, reason, now):
+            self._depart(node, left=False, reason=self._seating.seats.verdict(node, reason))
+
+    def _end_seat(self, node: int, reason: str) -> None:
+        self._depart(node, left=False, reason=reason)
+
+    def _vacated(self, node: int) -> None:
+        self._barriers.vacated(node)
+        self._surveyor.departed(node, self._office.clock())
+
+    def _seated(self, node: NodeInfo) -> None:
+        self._rendezvous.seat(node)
+        self._titles[node.node_id] = node.title
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
         """Note that a member reports losses, and perhaps its own end."""
@@ -243,14 +268,36 @@ class SchedulerControl(NodeControl):
         if not self._loss_reports.puts_off(speaker, "", now):
             self._depart(speaker, left=False, reason="it has ended")
 
+    def _hear_of_worker(self, speaker: int, message: Vacant, now: float) -> None:
+        """Note that a server has lost a worker; look later whether it is lost here too."""
+        if not self._office.config.rejoin_timeout_s or role_of(message.node) is not Role.WORKER:
+            return
+        is_there = self._office.watch.is_connected(
+            self._office.membership.uids.get(message.node, "")
+        )
+        wait_s = VERDICT_S if is_there else VERDICT_S + self._office.config.lost_after_s
+        believe = partial(self._believe, speaker, message)
+        self._office.io_queue.timers.add(now + wait_s, believe)
+
+    def _believe(self, speaker: int, message: Vacant) -> None:
+        """Give up a worker that a server has lost, although it is still connected here."""
+        membership, node = self._office.membership, message.node
+        is_over = node in membership.vacant or node in membership.gone
+        if not is_over and message.attempt == membership.attempts.get(node, 0):
+            said = f"{membership.title(speaker)} has lost it: {message.reason}"
+            self._lose(node, said, self._office.clock())
+
     def _lost_while_gathering(self, peer: str, reason: str, now: float) -> None:
         node = self._waiting.pop(peer, None)
+        if self._seating.seats.withdraw(peer):
+            return
         if node is not None:
             sentence = f"a {node.role} on {node.host} (pid {node.pid}) is lost: {reason}"
             self._give_up(NodeLostError(sentence, role=node.role, rank=node.rank), now)
 
     def _gone(self, gone: Gone, *, is_news: bool) -> None:
         office = self._office
+        self._seating.seats.left(gone.node.node_id)
         office.watch.departed(gone)
         office.traffic.begin_epoch(office.membership.epoch + 1)
         news = Members(

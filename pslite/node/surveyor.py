@@ -84,7 +84,9 @@ class Surveyor:
 
     def long_wait(self, worker: int, now: float) -> None:
         """Handle a worker's report that one of its threads has waited for a long time."""
-        if len(self._office.membership.live(Role.WORKER)) == self._office.config.num_workers:
+        membership = self._office.membership
+        all_there = len(membership.live(Role.WORKER)) == self._office.config.num_workers
+        if all_there and not membership.vacant:
             self._deadlocks.long_wait(worker, self._office.config.num_workers, now)
         self.tick(now)
 
@@ -175,8 +177,11 @@ class Surveyor:
         if self._rendezvous.roster:
             gone = self._office.membership.gone.get(node.node_id)
             state = "running" if report is not None else "silent"
+            vacant = self._office.membership.vacant.get(node.node_id)
             if gone is not None:
                 state, reason = "left" if gone.left else "lost", gone.reason
+            elif vacant is not None:
+                state, reason = "lost", f"{vacant}; its place waits for another process"
         silent_s = self._office.watch.silent_s(node.uid, now)
         return NodeStatus(
             node.role, node.rank, node.host, node.pid, state, silent_s, reason, report

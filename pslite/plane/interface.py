@@ -123,6 +123,13 @@ class ServerApp(Protocol):
         If a value may change in that time (asynchronous parts), this returns a copy.
         """
 
+    def read_again(self, parts: Sequence[int], *, before_last: bool) -> list[Buffer]:
+        """Return copies of these parts' values, for a process that repeats a step.
+
+        It does so in place of a lost worker. With ``before_last``, the values are those before the
+        last round. Only called for synchronous parts of a plane that ``keeps_previous``.
+        """
+
     def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
         """Check a payload in the app's own form; return a contribution or a pull.
 

@@ -5,6 +5,7 @@ Pure; used by ``server.py`` on the I/O thread.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
@@ -15,6 +16,17 @@ from pslite.wire.messages import Answer, Ints, PartsFailed
 
 #: The most parts in one answer; each may need its own frame.
 _MAX_PARTS = 4096
+
+
+class Source(enum.IntEnum):
+    """Which values an answer has."""
+
+    NONE = 0
+    CURRENT = 1
+    COPY = 2
+    """A copy of the current values, as a round may change them before they are sent."""
+    BEFORE_LAST = 3
+    """The values before the last round."""
 
 
 class Value(NamedTuple):
@@ -32,8 +44,8 @@ class Replies:
     """Collects the answers of one event, so that each worker gets few messages."""
 
     def __init__(self) -> None:
-        #: (rank, pushed, with value) -> the parts to answer.
-        self.answers: dict[tuple[int, bool, bool], list[Value]] = {}
+        #: (rank, pushed, which values) -> the parts to answer.
+        self.answers: dict[tuple[int, bool, Source], list[Value]] = {}
         #: Rank -> pulls in the app's own forms.
         self.formed: dict[int, list[Value]] = {}
         #: (rank, pushed, consumed, id of the error) -> the error and [(part, round)]
@@ -41,9 +53,9 @@ class Replies:
             tuple[int, bool, bool, int], tuple[BaseException, list[tuple[int, int]]]
         ] = {}
 
-    def answer(self, rank: int, pushed: bool, value: bool, entry: Value) -> None:
-        """Add parts to answer; ``value`` says whether to send their values too."""
-        self.answers.setdefault((rank, pushed, value), []).append(entry)
+    def answer(self, rank: int, pushed: bool, source: Source, entry: Value) -> None:
+        """Add parts to answer; ``source`` says which values to send with it."""
+        self.answers.setdefault((rank, pushed, source), []).append(entry)
 
     def fail(
         self,
@@ -66,10 +78,10 @@ class Replies:
             for start in range(0, len(failures), _MAX_PARTS):
                 parts, rounds = zip(*failures[start : start + _MAX_PARTS], strict=True)
                 yield Send(rank, _failure(pushed, consumed, parts, rounds, error))
-        for (rank, pushed, value), entries in self.answers.items():
-            yield from _answers(app, message_bytes, rank, pushed, value, entries)
+        for (rank, pushed, source), entries in self.answers.items():
+            yield from _answers(app, message_bytes, rank, pushed, source, entries)
         for rank, entries in self.formed.items():
-            yield from _answers(app, message_bytes, rank, False, True, entries)
+            yield from _answers(app, message_bytes, rank, False, Source.CURRENT, entries)
 
 
 def _answers(
@@ -77,7 +89,7 @@ def _answers(
     message_bytes: int,
     rank: int,
     pushed: bool,
-    value: bool,
+    source: Source,
     entries: Sequence[Value],
 ) -> Iterator[Send]:
     """Answer one worker, in messages of at most ``message_bytes``."""
@@ -93,23 +105,23 @@ def _answers(
                 yield Send(rank, _failure(False, True, entry.parts, (entry.round,), error))
                 continue
             entry = entry._replace(sizes=(memoryview(made[0]).nbytes,))
-        size = sum(entry.sizes) if value else 0
+        size = sum(entry.sizes) if source else 0
         if group and (nbytes + size > message_bytes or count + len(entry.parts) > _MAX_PARTS):
-            yield _answer(app, rank, pushed, value, group, frames)
+            yield _answer(app, rank, pushed, source, group, frames)
             group, frames, nbytes, count = [], [], 0, 0
         group.append(entry)
         frames += made
         nbytes += size
         count += len(entry.parts)
     if group:
-        yield _answer(app, rank, pushed, value, group, frames)
+        yield _answer(app, rank, pushed, source, group, frames)
 
 
 def _answer(
     app: ServerApp,
     rank: int,
     pushed: bool,
-    value: bool,
+    source: Source,
     entries: Sequence[Value],
     frames: list[Buffer],
 ) -> Send:
@@ -122,8 +134,10 @@ def _answer(
         sizes = tuple(chain.from_iterable(entry.sizes for entry in entries))
         rounds = _repeated(entries, [entry.round for entry in entries])
         versions = _repeated(entries, [entry.version for entry in entries])
-    if not value:
+    if source is Source.NONE:
         return Send(rank, Answer(pushed, parts, rounds, versions, ()))
+    if source in (Source.COPY, Source.BEFORE_LAST):
+        frames = app.read_again(parts, before_last=source is Source.BEFORE_LAST)
     return Send(rank, Answer(pushed, parts, rounds, versions, sizes), frames or app.read(parts))
 
 

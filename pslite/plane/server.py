@@ -36,9 +36,20 @@ class ServerPlane:
     """A server's half of the plane. ``Send`` effects go to workers' ranks."""
 
     def __init__(
-        self, app: ServerApp, *, window: int, message_bytes: int, stall_report_s: float
+        self,
+        app: ServerApp,
+        *,
+        window: int,
+        message_bytes: int,
+        stall_report_s: float,
+        keeps_previous: bool = False,
     ) -> None:
+        """Make a plane without parts.
+
+        ``keeps_previous`` says whether ``app.read_again`` has the values before a round.
+        """
         self.app = app
+        self._keeps_previous = keeps_previous
         self._window = window
         self._message_bytes = message_bytes
         self._stall_report_s = stall_report_s
@@ -82,7 +93,8 @@ class ServerPlane:
             for rank in self._gone:
                 rounds.abandon(rank)
         push_sizes = (size if push_size is None else push_size,)
-        self._parts.put(Unit((part,), (size,), rounds, lane, push_sizes, is_checked))
+        keeps = self._keeps_previous and ranks is not None
+        self._parts.put(Unit((part,), (size,), rounds, lane, push_sizes, is_checked, keeps))
 
     def is_quiet(self, part: int) -> bool:
         """Return whether a part is open and no push or pull of it is in flight."""
@@ -243,6 +255,22 @@ class ServerPlane:
                 unit.refuse(other, round_, error, replies)
         return self._effects(replies, [])
 
+    def returned(self, rank: int) -> list[Effect]:
+        """Go on with another process in the seat of a lost worker.
+
+        What the first process has pushed stays. What it asked for is forgotten.
+        """
+        for known in (self._gone, self._leaving, self._stale):
+            known.pop(rank, None)
+        self._early = [early for early in self._early if early[0] != rank]
+        replies = Replies()
+        for unit in self._parts.distinct():
+            unit.returned(rank)
+            for gone, error in self._gone.items():  # other ranks may still block its rounds
+                for other, round_ in unit.rounds.abandon(gone):
+                    unit.refuse(other, round_, error, replies)
+        return self._effects(replies, [])
+
     def begin_epoch(self, epoch: int) -> list[Effect]:
         """Begin a later epoch, and handle its requests that arrived early."""
         self.epoch = epoch
@@ -263,7 +291,7 @@ class ServerPlane:
         for unit in self._parts.distinct():
             waits = unit.overdue(now, self._stall_report_s)
             if waits is not None:
-                waiting = sorted({rank for rank, _ in unit.rounds.waiting()})
+                waiting = sorted({rank for rank, _ in unit.waiting()})
                 effects += [Send(rank, waits) for rank in waiting]
         return effects
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-from pslite.errors import ProtocolError
-from pslite.plane.interface import Formed, Job, Piece, piece_of
-from pslite.plane.replies import Replies, Value
+from pslite.errors import ProtocolError, UsageError
+from pslite.plane.interface import Formed, Job, Piece, Row, piece_of
+from pslite.plane.replies import Replies, Source, Value
 from pslite.protocol.rounds import Batch, Rounds, Verdict
 from pslite.wire.messages import Ints, RoundWaits
 
@@ -64,12 +64,16 @@ class Unit:
     """The bytes of each part in a push."""
     is_checked: bool = False
     """Whether the app checks the pushes of some of the parts (``ServerApp.check``)."""
+    keeps_previous: bool = False
+    """Whether the app has the values before the last round too."""
     stops: frozenset[int] = field(init=False)
     """Where each part's bytes end in a push of the unit."""
     nbytes: int = field(init=False)
     """The bytes of a push. ``NO_SIZE`` if the part has no plain value; it is then alone."""
     #: (rank, round) of the pushes that also ask for the value.
     wanted: set[tuple[int, int]] = field(default_factory=set)
+    #: (rank, round) of pushes of lost processes, to be answered only if they come again.
+    orphans: set[tuple[int, int]] = field(default_factory=set)
     #: Pulls that wait until the value may be read.
     pulls: list[WaitingPull] = field(default_factory=list)
     #: Rank -> its refused rounds -> the error; pulls after such a round end with it too.
@@ -114,7 +118,12 @@ class Unit:
                 self.pull(rank, self.parts, self.sizes, round_, True, replies)
             else:
                 value = Value(self.parts, self.sizes, round_, self.rounds.version)
-                replies.answer(rank, True, False, value)
+                replies.answer(rank, True, Source.NONE, value)
+        elif verdict is Verdict.REPEATED:
+            # Another process repeats it for a lost worker, and wants the answer.
+            self.orphans.discard((rank, round_))
+            if pull:
+                self.wanted.add((rank, round_))
         elif verdict is Verdict.TOO_FAR:
             error = ProtocolError(
                 f"round {round_} of part {self.parts[0]} is too far ahead of the open round"
@@ -139,13 +148,42 @@ class Unit:
         if refused:
             replies.fail(rank, pushed, True, refused[0], parts, after_round)
         elif self.rounds.readable(rank, after_round):
-            value = Value(parts, sizes, after_round, self.rounds.version, wanted)
-            if wanted is None:
-                replies.answer(rank, pushed, True, value)
+            source = self._source(rank, after_round)
+            version = self.rounds.version - (source is Source.BEFORE_LAST)
+            value = Value(parts, sizes, after_round, version, wanted)
+            if source is Source.NONE or (wanted is not None and source is not Source.CURRENT):
+                error = UsageError(
+                    f"the values after round {after_round} are no longer there, in round {version}:"
+                    " a process that takes the place of a lost worker cannot repeat this step"
+                )
+                replies.fail(rank, pushed, True, error, parts, after_round)
+            elif wanted is None:
+                replies.answer(rank, pushed, source, value)
             else:
                 replies.formed.setdefault(rank, []).append(value)
         else:
             self.pulls.append(WaitingPull(rank, parts, sizes, after_round, pushed, wanted))
+
+    def _source(self, rank: int, after_round: int) -> Source:
+        """Return which values a worker gets after its push of ``after_round``.
+
+        NONE means that they are gone.
+
+        If it has made a later push, its process was lost after that, and another one repeats the
+        step. It gets what the first process got, and no round may change it on the way.
+        """
+        if not self.keeps_previous or not self.rounds.knows(rank, after_round + 1):
+            return Source.CURRENT
+        if after_round == self.rounds.version:
+            return Source.COPY
+        return Source.BEFORE_LAST if after_round == self.rounds.version - 1 else Source.NONE
+
+    def returned(self, rank: int) -> None:
+        """Go on with another process of a lost worker, which will ask again."""
+        self.pulls = [pull for pull in self.pulls if pull.rank != rank]
+        self.wanted = {pair for pair in self.wanted if pair[0] != rank}
+        self.orphans |= {pair for pair in self.rounds.waiting() if pair[0] == rank}
+        self.rounds.returned(rank, _copied)
 
     def _answer_pulls(self, replies: Replies) -> None:
         waiting, self.pulls = self.pulls, []
@@ -158,7 +196,10 @@ class Unit:
         if len(refused) <= self.rounds.window:
             refused[round_] = error
         self.wanted.discard((rank, round_))
-        replies.fail(rank, True, False, error, self.parts, round_)
+        if (rank, round_) in self.orphans:
+            self.orphans.discard((rank, round_))
+        else:
+            replies.fail(rank, True, False, error, self.parts, round_)
         self._answer_pulls(replies)
 
     def job(self, batch: Batch) -> Job:
@@ -176,23 +217,31 @@ class Unit:
         self.rounds.finish()
         version = self.rounds.version
         for rank, round_ in batch.rounds:
+            if (rank, round_) in self.orphans:
+                self.orphans.discard((rank, round_))
+                continue
             wanted = (rank, round_) in self.wanted
             self.wanted.discard((rank, round_))
             if error is not None:
                 replies.fail(rank, True, True, error, self.parts, round_)
             else:
                 value = Value(self.parts, self.sizes, round_, version)
-                replies.answer(rank, True, wanted, value)
+                source = self._source(rank, round_) if wanted else Source.NONE
+                replies.answer(rank, True, source, value)
         self._answer_pulls(replies)
+
+    def waiting(self) -> list[tuple[int, int]]:
+        """Return (rank, round) of the pushes whose senders wait for the answer."""
+        return [pair for pair in self.rounds.waiting() if pair not in self.orphans]
 
     def has_waiting(self, rank: int) -> bool:
         """Return whether a worker waits for the answer to a push or a pull."""
         is_pulling = any(pull.rank == rank for pull in self.pulls)
-        return is_pulling or any(other == rank for other, _ in self.rounds.waiting())
+        return is_pulling or any(other == rank for other, _ in self.waiting())
 
     def give_up(self, error: BaseException, replies: Replies) -> None:
         """Answer all waiting pushes and pulls of the unit with ``error``."""
-        for rank, round_ in self.rounds.waiting():
+        for rank, round_ in self.waiting():
             replies.fail(rank, True, False, error, self.parts, round_)
         for pull in self.pulls:
             replies.fail(pull.rank, pull.pushed, True, error, self.parts, pull.after_round)
@@ -249,6 +298,7 @@ class Unit:
                 push_sizes=(push_size,),
                 rounds=self.rounds.copy(share),
                 wanted=set(self.wanted),
+                orphans=set(self.orphans),
                 refused={rank: dict(rounds) for rank, rounds in self.refused.items()},
                 pulls=[
                     pull._replace(parts=(part,), sizes=(size,))
@@ -267,6 +317,8 @@ def joined(units: Sequence[Unit]) -> Unit | None:
     for unit in units:
         if unit.rounds.running or unit.pulls or unit.refused or NO_SIZE in unit.sizes:
             return None
+        if unit.orphans:
+            return None
         if unit.lane != first.lane or type(unit.rounds) is not type(first.rounds):
             return None
         if unit.wanted != first.wanted or unit.rounds.signature() != signature:
@@ -283,7 +335,18 @@ def joined(units: Sequence[Unit]) -> Unit | None:
     rounds = first.rounds.copy(lambda rank, round_, _: pieces[rank, round_])
     is_checked = any(unit.is_checked for unit in units)
     wanted = set(first.wanted)
-    return Unit(parts, sizes, rounds, first.lane, push_sizes, is_checked, wanted=wanted)
+    keeps = first.keeps_previous
+    return Unit(parts, sizes, rounds, first.lane, push_sizes, is_checked, keeps, wanted=wanted)
+
+
+def _copied(payload: Any) -> Any:
+    """Copy a payload out of the memory of its sender; forms of the app stay."""
+    if type(payload) is not Piece:
+        return payload
+    whole = bytes(payload.frame) if type(payload.frame) is Row else payload.frame
+    return Piece(
+        bytes(memoryview(whole)[payload.start : payload.stop]), 0, payload.stop - payload.start
+    )
 
 
 def _neighbours(pieces: Sequence[Any]) -> Piece | None:

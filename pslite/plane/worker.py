@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from pslite.errors import ProtocolError, PSError, rebuild
+from pslite.errors import ProtocolError, PSError, UsageError, rebuild
 from pslite.plane.interface import Buffer, Piece, Send, cut
 from pslite.plane.transfer import Request, Requested, Transfer, joined
 from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
@@ -20,6 +21,12 @@ from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
 _FAMILIAR = 2
 #: The most lists whose requests are counted.
 _MAX_LISTS = 256
+
+
+_EARLY_PUSH = (
+    "this process takes the place of a lost worker and has not come to its step yet, so it must "
+    "not push; let the script push only in the loop of kv.steps"
+)
 
 
 class _QueuedMessage(NamedTuple):
@@ -31,6 +38,15 @@ class _QueuedMessage(NamedTuple):
     """Indices of the parts in the message; None for all."""
     frames: Sequence[Buffer] | None
     """None until they are made."""
+
+
+@dataclass(slots=True)
+class _Gate:
+    """Whether requests may begin."""
+
+    held_back: list[Transfer] | None = None
+    """Requests that wait for ``release``; None if they need not wait."""
+    refuses_pushes: bool = False
 
 
 class WorkerPlane:
@@ -54,6 +70,9 @@ class WorkerPlane:
         #: The frames of pushes that were never answered. A server that was declared lost may still
         #: read them in shared memory, so they are kept until the node ends.
         self._unanswered: list[Sequence[Buffer]] = []
+        #: Part -> the pushes of an earlier process of this worker, until its state is made.
+        self._resumed: dict[int, int] = {}
+        self._gate = _Gate()
         self.epoch = 1
 
     @property
@@ -77,7 +96,16 @@ class WorkerPlane:
         if not transfer.parts:
             transfer.done(None)
             return
+        if self._gate.refuses_pushes and transfer.push:
+            transfer.give_up(UsageError(_EARLY_PUSH))
+            return
         self._active[transfer] = None
+        if self._gate.held_back is None:
+            self._begin(transfer)
+        else:
+            self._gate.held_back.append(transfer)
+
+    def _begin(self, transfer: Transfer) -> None:
         whole = self._whole(transfer.parts)
         requests: Iterable[tuple[int | None, Requested]] = ((None, whole),) if whole else ()
         ready = []
@@ -202,6 +230,42 @@ class WorkerPlane:
         for message in waiting:
             self.stale(message)
 
+    # -- steps, and another process in the place of this one ---------------------------
+
+    def hold_back(self) -> None:
+        """Let later requests wait for ``release``."""
+        self._gate.held_back = []
+
+    def release(self) -> None:
+        """Send the requests that have waited since ``hold_back``."""
+        held, self._gate.held_back = self._gate.held_back or [], None
+        for transfer in held:
+            if not transfer.complete:
+                self._begin(transfer)
+
+    def counts(self) -> dict[int, int] | None:
+        """Return how many pushes each part has had; parts without pushes are left out.
+
+        Returns None if a refused push has freed its round, so that numbers do not tell it.
+        """
+        if any(state.freed for state in self._parts.values()):
+            return None
+        counts = {**self._resumed}
+        counts.update((part, state.pushed) for part, state in self._parts.items())
+        return {part: pushed for part, pushed in counts.items() if pushed}
+
+    def resume(self, counts: Mapping[int, int]) -> None:
+        """Go on in the place of a lost process.
+
+        ``counts`` are its pushes of each part. Pushes are refused until ``repeat``. Call this
+        before any request.
+        """
+        self._resumed, self._gate.refuses_pushes = dict(counts), True
+
+    def repeat(self) -> None:
+        """Allow pushes: this process has come to the step that it repeats."""
+        self._gate.refuses_pushes = False
+
     def depart(self, server: int, error: BaseException) -> None:
         """Fail all requests to a gone server, and later ones, with ``error``."""
         self._departed[server] = error
@@ -232,6 +296,7 @@ class WorkerPlane:
         """Forget deleted parts, except parts with requests in flight."""
         for part in parts:
             state = self._parts.get(part)
+            self._resumed.pop(part, None)
             if state is not None and state.is_idle:
                 self._single(part)
                 del self._parts[part]
@@ -259,6 +324,11 @@ class WorkerPlane:
     @property
     def everything_sent(self) -> bool:
         """Whether no request waits to be sent."""
+        return not self._gate.held_back and self.everything_sent_before
+
+    @property
+    def everything_sent_before(self) -> bool:
+        """Whether no request from before ``hold_back`` waits to be sent."""
         if self.outbox or self._stale:
             return False
         return not any(state.held for state in self._parts.values())
@@ -278,7 +348,7 @@ class WorkerPlane:
         """Return the state of this part alone, split off or made if needed."""
         state = self._parts.get(part)
         if state is None:
-            state = self._parts[part] = Requested((part,))
+            state = self._parts[part] = Requested((part,), self._resumed.pop(part, 0))
         elif len(state.parts) > 1:
             self._parts.update((single.parts[0], single) for single in state.split())
             state = self._parts[part]
@@ -375,8 +445,9 @@ class WorkerPlane:
     def _drop(self, transfer: Transfer, error: BaseException) -> None:
         self._active.pop(transfer, None)
         self._unanswered.append(transfer.frames)
-        for part in transfer.parts:
-            state = self._parts[part]
+        for state in map(self._parts.get, transfer.parts):
+            if state is None:  # it was held back
+                continue
             state.held = deque(entry for entry in state.held if entry[0] is not transfer)
             for round_ in [r for r, e in state.inflight.items() if e[0] is transfer]:
                 del state.inflight[round_]

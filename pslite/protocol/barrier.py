@@ -73,8 +73,10 @@ class Barriers:
         self, node: int, group: int, round_: int, members: Iterable[int], until: float
     ) -> list[Release]:
         """Note that ``node`` has reached its ``round_``-th barrier of ``group``."""
-        if round_ <= self._ended.get(group, {}).get(node, 0):
-            return []
+        is_over = round_ <= self._ended.get(group, {}).get(node, 0)
+        if is_over and (group, round_) not in self._open:
+            # Another process has taken the node's seat, and repeats what the first one did.
+            return [(node, BarrierLeave(group, round_, "", ""))]
         given_up = self._given_up.get((group, round_))
         if given_up is not None:
             self._told((group, round_), given_up, node)
@@ -90,7 +92,7 @@ class Barriers:
             )
             return [(node, BarrierLeave(group, round_, UsageError.__name__, text))]
         wait = self._open.setdefault((group, round_), _Wait(member_set, {}))
-        wait.arrived.setdefault(node, until)
+        wait.arrived[node] = min(until, wait.arrived.get(node, until))
         if wait.arrived.keys() >= wait.members:
             return self._end(group, round_, wait)
         gone = sorted(self._gone.keys() & wait.members - wait.arrived.keys())
@@ -108,6 +110,12 @@ class Barriers:
             if node in wait.members and node not in wait.arrived:
                 releases += self._end(group, round_, wait, NodeLostError, reason)
         return releases
+
+    def vacated(self, node: int) -> None:
+        """Forget the time limits of a lost process; another one will reach its barriers."""
+        for wait in self._open.values():
+            if node in wait.arrived:
+                wait.arrived[node] = math.inf
 
     def tick(self, now: float) -> list[Release]:
         """End, for all nodes, the barriers in which a node's time limit has passed."""

@@ -66,9 +66,10 @@ class Rendezvous:
             self.roster = self._ranked()
         return None
 
-    def _mismatch(
+    def disagreement(
         self, node: NodeInfo, num_workers: int, num_servers: int, package: str
     ) -> Refusal | None:
+        """Return why a node cannot be of this job: its numbers or its version differ."""
         role = Role(node.role)
         for name, theirs, ours in (
             ("DMLC_NUM_WORKER", num_workers, self._wanted[Role.WORKER]),
@@ -86,6 +87,15 @@ class Rendezvous:
                 f"the scheduler {self._package}; install the same version on all hosts",
                 fatal=True,
             )
+        return None
+
+    def _mismatch(
+        self, node: NodeInfo, num_workers: int, num_servers: int, package: str
+    ) -> Refusal | None:
+        refusal = self.disagreement(node, num_workers, num_servers, package)
+        if refusal is not None:
+            return refusal
+        role = Role(node.role)
         if role not in self._wanted:
             return Refusal("this job already has a scheduler")
         same = [known for known in self.registered if known.role == node.role]
@@ -117,6 +127,10 @@ class Rendezvous:
             placed = [node if node.rank >= 0 else node._replace(rank=next(free)) for node in nodes]
             roster += sorted(placed, key=lambda node: node.rank)
         return tuple(roster)
+
+    def seat(self, node: NodeInfo) -> None:
+        """Replace a roster's entry: another process has taken the seat."""
+        self.roster = tuple(node if each.node_id == node.node_id else each for each in self.roster)
 
     def missing(self) -> tuple[str, ...]:
         """Return the missing nodes, for people: ``2 of 4 workers``."""
@@ -178,14 +192,18 @@ class Membership:
     """The ids of nodes that have said goodbye and have ended."""
     ending: set[int] = field(default_factory=set)
     """The ids of nodes that have said that they end because of a lost node."""
+    vacant: dict[int, str] = field(default_factory=dict)
+    """The ids of lost workers whose seats wait for another process, with the reasons."""
+    attempts: dict[int, int] = field(default_factory=dict)
+    """Node id -> how many processes had its seat before; absent for the first one."""
     uids: dict[int, str] = field(default_factory=dict)
     """Node id -> the van's name of the node."""
     node_ids: dict[str, int] = field(default_factory=dict)
     """The van's name of a node -> node id."""
 
-    def begin(self, roster: tuple[NodeInfo, ...]) -> None:
-        """Set the roster: the cluster is complete, in epoch 1."""
-        self.roster, self.epoch = roster, 1
+    def begin(self, roster: tuple[NodeInfo, ...], epoch: int = 1) -> None:
+        """Set the roster: the cluster is complete."""
+        self.roster, self.epoch = roster, epoch
         self.uids = {node.node_id: node.uid for node in roster}
         self.node_ids = {node.uid: node.node_id for node in roster}
 
@@ -198,6 +216,8 @@ class Membership:
         node = self.node(node_id)
         if node is None:
             return f"{role_of(node_id).value} (node {node_id})"
+        if node_id in self.vacant:
+            return f"{node.name} (lost; waiting for another process)"
         worker = self.worker_of(node)
         return f"{node.name} in the process of {worker.title}" if worker else node.title
 
@@ -218,7 +238,9 @@ class Membership:
         return [
             node
             for node in self.roster
-            if node.role != self.role.value and node.node_id not in self.gone
+            if node.role != self.role.value
+            and node.node_id not in self.gone
+            and node.node_id not in self.vacant
         ]
 
     def listeners(self) -> list[NodeInfo]:
@@ -227,6 +249,7 @@ class Membership:
             node
             for node in self.roster
             if node.role != self.role.value
+            and node.node_id not in self.vacant
             and (node.node_id not in self.gone or self.is_leaving(node.node_id))
         ]
 
@@ -240,10 +263,42 @@ class Membership:
         node = self.node(node_id)
         if node is None or node_id in self.gone:
             return None
+        self.vacant.pop(node_id, None)
         title = self.title(node_id)
         gone = Gone(node, left, reason, "" if title == node.title else title)
         self.gone[node_id] = gone
         return gone
+
+    def vacate(self, node_id: int, attempt: int, reason: str) -> NodeInfo | None:
+        """Note that a worker's process is lost, and that its seat waits for another.
+
+        Returns the entry of the process; None if that was known, or another one has the seat.
+        """
+        node = self.node(node_id)
+        is_old = attempt < self.attempts.get(node_id, 0)
+        if node is None or is_old or node_id in self.vacant or node_id in self.gone:
+            return None
+        self.vacant[node_id] = reason
+        return node
+
+    def seat(self, node: NodeInfo, attempt: int) -> NodeInfo | None:
+        """Give a seat to another process; return the entry of the one before.
+
+        Returns None if the seat does not exist, or if this is not news.
+        """
+        node_id = node.node_id
+        before = self.node(node_id)
+        if before is None or attempt <= self.attempts.get(node_id, 0):
+            return None
+        self.attempts[node_id] = attempt
+        self.roster = tuple(node if each is before else each for each in self.roster)
+        self.node_ids.pop(before.uid, None)
+        self.uids[node_id], self.node_ids[node.uid] = node.uid, node_id
+        for known in (self.vacant, self.gone):
+            known.pop(node_id, None)
+        for said in (self.told, self.ended, self.ending):
+            said.discard(node_id)
+        return before
 
     def has_gone(self, uid: str) -> bool:
         """Return whether the node with this name in the van is gone and has ended."""
@@ -261,6 +316,9 @@ class Membership:
             if gone is not None:
                 return NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
             info = self.node(node)
+            if info is not None and node in self.vacant:
+                text = f"{info.title} is lost: {self.vacant[node]}"
+                return NodeLostError(text, role=info.role, rank=info.rank)
             is_neighbour = info is not None and info.role != self.role.value
             if not is_neighbour and node != own.node_id:
                 return UsageError(

@@ -157,6 +157,19 @@ class SyncRounds:
             for rank in sorted(contributions)
         ]
 
+    def returned(self, rank: int, renew: Callable[[Any], Any]) -> None:
+        """Go on with another process of ``rank``.
+
+        It will repeat its last contributions. Those that are here and not being applied are
+        replaced by ``renew(payload)``.
+        """
+        for round_, contributions in self._open.items():
+            is_running = self._running and round_ == self.version + 1
+            if rank in contributions and not is_running:
+                contributions[rank] = renew(contributions[rank])
+        if self.blocked_by == rank:
+            self._dead_from = self.blocked_by = None
+
     def abandon(self, rank: int) -> list[tuple[int, int]]:
         """Give up the rounds that cannot be complete without ``rank``, which is gone.
 
@@ -261,6 +274,10 @@ class AsyncRounds:
     def waiting(self) -> list[tuple[int, int]]:
         """Return (rank, round) of all contributions that are here and not applied."""
         return [entry for _, rounds in sorted(self._ranks.items()) for entry in rounds.waiting()]
+
+    def returned(self, rank: int, renew: Callable[[Any], Any]) -> None:
+        """Go on with another process of ``rank``; see ``SyncRounds.returned``."""
+        self._of(rank).returned(rank, renew)
 
     def abandon(self, rank: int) -> list[tuple[int, int]]:
         """Drop a gone worker's contributions that wait for its missing earlier ones."""

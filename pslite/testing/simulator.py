@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -146,7 +147,8 @@ class Simulation:
         #: event that might change it wakes the node.
         self._dues: dict[str, float] = {}
         self._vans: dict[str, FaultyVan] = {}
-        self._dead: set[str] = set()
+        #: Node -> when it goes on, if it was stopped; inf: it is dead.
+        self._stopped: dict[str, float] = {}
         self._tasks: list[_Task] = []
         roles = [(Role.SCHEDULER, 0)]
         roles += [(Role.SERVER, rank) for rank in range(num_servers)]
@@ -210,12 +212,42 @@ class Simulation:
 
     def kill(self, node: Postoffice) -> None:
         """End a node as if its process died: it is never stepped again."""
-        self._dead.add(node.van.uid)
+        self._stopped[node.van.uid] = math.inf
         self._dues.pop(node.van.uid, None)
         node.van.close()
         for task in self._tasks:
             if task.node is node:
-                task.over = True
+                task.over = task.is_stopped = True
+
+    def pause(self, node: Postoffice, until: float) -> None:
+        """Stop a node as SIGSTOP stops a process, until a virtual time.
+
+        Its connections break meanwhile, as those of a process that is stopped for long.
+        """
+        for other in [self.scheduler, *self.servers, *self.workers]:
+            if other is not node:
+                self.cut(node, other, until)
+        self._stopped[node.van.uid] = until
+        self.at(until, lambda: self._wake(node.van.uid))
+
+    def restart(self, node: Postoffice, after_s: float = 0.0) -> None:
+        """Kill a worker's node; after a while, start another process with the same script."""
+        rank = next(i for i, each in enumerate(self.workers) if each is node)
+        if self._stopped.get(node.van.uid) != math.inf:
+            self.kill(node)
+        self.replace(rank, after_s)
+
+    def replace(self, rank: int, after_s: float = 0.0) -> None:
+        """Start another process of a worker after a while; end the present script."""
+        if rank < len(self._tasks):
+            self._tasks[rank].over, self._tasks[rank].is_stopped = False, True
+        self.at(self.now + after_s, partial(self._start_again, rank))
+
+    def _start_again(self, rank: int) -> None:
+        other = self.workers[rank] = self._make(Role.WORKER, rank)
+        if rank < len(self._tasks):
+            task = self._tasks[rank] = _Task(self, other, self._tasks[rank].script)
+            task.wake()
 
     # -- running -----------------------------------------------------------------------
 
@@ -228,8 +260,7 @@ class Simulation:
         """
         chosen = list(scripts) if len(scripts) > 1 else [scripts[0]] * len(self.workers)
         tasks = self._tasks = [
-            _Task(self, node, script(node))
-            for node, script in zip(self.workers, chosen, strict=True)
+            _Task(self, node, script) for node, script in zip(self.workers, chosen, strict=True)
         ]
         for task in tasks:
             task.wake()
@@ -272,7 +303,7 @@ class Simulation:
         names = list(self._ready)
         name = names[self.random.randrange(len(names))] if len(names) > 1 else names[0]
         del self._ready[name]
-        if name in self._dead:
+        if self.now < self._stopped.get(name, 0.0):
             return
         self.steps += 1
         node = self.nodes[name]
@@ -280,14 +311,15 @@ class Simulation:
         self._dues[name] = node.next_due()
 
     def _next_due(self) -> float:
-        due = min(self._dues.values())
+        stopped = self._stopped
+        due = min(max(due, stopped.get(name, 0.0)) for name, due in self._dues.items())
         return min(due, self._events[0][0]) if self._events else due
 
     def _wake_due(self) -> None:
         while self._events and self._events[0][0] <= self.now:
             heapq.heappop(self._events)[2]()
         for name, due in self._dues.items():
-            if due <= self.now:
+            if max(due, self._stopped.get(name, 0.0)) <= self.now:
                 self._wake(name)
 
     def counts(self) -> Counter[str]:
@@ -301,14 +333,15 @@ class Simulation:
 class _Task:
     """A running script."""
 
-    def __init__(
-        self, simulation: Simulation, node: Postoffice, steps: Generator[Any, Any, None]
-    ) -> None:
+    def __init__(self, simulation: Simulation, node: Postoffice, script: Script) -> None:
         self._simulation = simulation
         self.node = node
-        self._steps = steps
+        self.script = script
+        self._steps = script(node)
         self._waits_for: Future[Any] | None = None
         self.over = False
+        #: Whether its process was killed; if it is not over, another one will begin the script.
+        self.is_stopped = False
         self.error: BaseException | None = None
 
     def wake(self, done: Future[Any] | None = None) -> None:
@@ -316,7 +349,7 @@ class _Task:
         self._simulation.at(self._simulation.now, lambda: self._advance(done))
 
     def _advance(self, done: Future[Any] | None) -> None:
-        if self.over:
+        if self.over or self.is_stopped:
             return
         try:
             error = done.error() if done is not None else None

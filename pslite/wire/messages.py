@@ -85,6 +85,8 @@ class Roster(Message):
     """The receiver's own id."""
     members: Nodes
     """All nodes, the scheduler first."""
+    attempt: Natural
+    """How many processes have had the receiver's seat before it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -128,6 +130,37 @@ class Members(Message):
     left: Naturals
     """1 if the node said goodbye, 0 if it was lost; parallel to ``gone``."""
     reasons: Texts
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Vacant(Message):
+    """A worker's process is lost, and its seat waits for another process.
+
+    From a server it is a report to the scheduler, which decides.
+    """
+
+    node: Natural
+    """The node id."""
+    attempt: Natural
+    """How many processes had the seat before the lost one."""
+    reason: str
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Seated(Message):
+    """A process has taken the seat of a lost worker; the earlier one is ignored now."""
+
+    node: Nodes
+    """One entry, which replaces that of the roster."""
+    attempt: Natural
+    """How many processes had the seat before this one."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class MayReturn(Message):
+    """Whether another process could go on in the sender's place if it is lost."""
+
+    yes: bool
 
 
 # -- barriers: node <-> scheduler ---------------------------------------------------------
@@ -394,14 +427,18 @@ ALL_MESSAGES: dict[int, type[Message]] = {
     24: StatusSurvey,
     25: LongWait,
     26: Deadlock,
+    27: Vacant,
+    28: Seated,
+    29: MayReturn,
 }
 """The messages by their numbers on the wire."""
 
 _SENT_BY: list[tuple[set[str], tuple[type[Message], ...]]] = [
     ({"scheduler"}, (Roster, Waiting, BarrierLeave, BarrierWaits, Deadlock)),
-    ({"scheduler"}, (StatusQuestion, StatusSurvey)),
+    ({"scheduler"}, (StatusQuestion, StatusSurvey, Seated)),
     ({"server"}, (Answer, PartsFailed, StaleEpoch, RoundWaits)),
-    ({"worker"}, (Exchange, LongWait)),
+    ({"scheduler", "server"}, (Vacant,)),
+    ({"worker"}, (Exchange, LongWait, MayReturn)),
     ({"server", "worker"}, (Register, BarrierEnter, SegmentOffer, SegmentTaken, StatusReport)),
 ]
 SENDERS = {kind: frozenset(roles) for roles, kinds in _SENT_BY for kind in kinds}

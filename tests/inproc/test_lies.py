@@ -15,7 +15,7 @@ from kvstore.server import app, install
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP
 from pslite.errors import NodeLostError, UsageError
-from pslite.ids import SCHEDULER_ID
+from pslite.ids import SCHEDULER_ID, NodeInfo
 from pslite.node.message_filter import OUT_OF_ROLE
 from pslite.protocol.barrier import MAX_OPEN
 from pslite.wire.messages import (
@@ -24,13 +24,17 @@ from pslite.wire.messages import (
     BarrierLeave,
     BarrierWaits,
     Exchange,
+    LongWait,
+    MayReturn,
     Members,
     Message,
     PartsFailed,
     Roster,
     RoundWaits,
+    Seated,
     StaleEpoch,
     StatusQuestion,
+    Vacant,
     Waiting,
 )
 
@@ -87,7 +91,9 @@ def test_a_server_cannot_declare_a_worker_lost_or_gone(cluster: InprocCluster) -
     for left in 0, 1:
         news = Members(9, (victim,), (left,), ("says server 1",))
         tell(liar, [SCHEDULER_ID, *ids(cluster.workers)], news)
+    tell(liar, ids(cluster.workers), Vacant(victim, 0, "says server 1"))
     rounds_go_on(cluster)
+    assert all(node.membership.vacant == {} for node in cluster.nodes)
 
 
 def test_who_says_of_itself_that_it_has_lost_another_is_the_one_that_ends(
@@ -108,18 +114,21 @@ def test_who_says_of_itself_that_it_has_lost_another_is_the_one_that_ends(
 
 
 OF_THE_SCHEDULER: list[Message] = [
-    Roster(9, ()),
+    Roster(9, (), 0),
     Waiting((), ("nobody",), 1.0),
     BarrierLeave(WORKER_GROUP, 1, "", ""),
     BarrierWaits(WORKER_GROUP, 1, (), 60.0),
     StatusQuestion(1, "1.0"),
+    Seated((NodeInfo("worker", 0, "W1", 1, "", "host", "machine", 4711),), 1),
 ]
 OF_SERVERS: list[Message] = [
     Answer(True, (1,), (1,), (1,), (0,)),
     PartsFailed(True, False, (1,), (1,), "UsageError", "no", "", -1),
     StaleEpoch(2, True, (1,), (1,)),
     RoundWaits(1, 1, (0,), 60.0),
+    Vacant(9, 0, "says another"),
 ]
+OF_WORKERS: list[Message] = [LongWait(), MayReturn(True)]
 
 
 def test_what_is_not_for_a_members_role_to_say_is_counted_and_dropped(
@@ -132,6 +141,10 @@ def test_what_is_not_for_a_members_role_to_say_is_counted_and_dropped(
         tell(server, ids([worker]), message)
     wait_until(lambda: server.links.dropped[OUT_OF_ROLE] >= len(OF_THE_SCHEDULER + OF_SERVERS))
     wait_until(lambda: worker.links.dropped[OUT_OF_ROLE] >= len(OF_THE_SCHEDULER))
+    for message in OF_WORKERS:
+        tell(server, [SCHEDULER_ID], message)
+    dropped = cluster.scheduler.links.dropped
+    wait_until(lambda: dropped[OUT_OF_ROLE] >= len(OF_WORKERS))
     cluster._killed = True  # nobody accepts them, so a goodbye would wait for that
 
 

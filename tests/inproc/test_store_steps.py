@@ -13,6 +13,7 @@ from workers import Workers
 from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.errors import CheckpointError
 from kvstore.mxnet.model import FeedForward, Progress
+from pslite.errors import UsageError
 
 STOP = 6
 
@@ -94,22 +95,50 @@ def test_what_is_saved_has_the_pushes_of_the_slowest_worker_and_none_of_a_later_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "calls"),
     [
-        ([(1, {}, 1), (1, None, 1)], r"whether there is a state is \[True, False\] by rank"),
-        ([(1, None, 1), (1, {}, 1)], r"whether there is a state is \[False, True\] by rank"),
-        ([(4, {}, 1), (5, {}, 1)], r"stop is \[4, 5\] by rank"),
-        ([(4, {}, 1), (4, {}, 2)], r"every is \[1, 2\] by rank"),
-        ([(4, {}, 1), (4, {"a": object()}, 1)], r"^worker 1: state\['a'\]: an object may hold"),
+        (
+            [(1, {}, 1), (1, None, 1)],
+            ["steps(1, every=1, with a state)", "steps(1, every=1, with no state)"],
+        ),
+        (
+            [(1, None, 1), (1, {}, 1)],
+            ["steps(1, every=1, with no state)", "steps(1, every=1, with a state)"],
+        ),
+        (
+            [(4, {}, 1), (5, {}, 1)],
+            ["steps(4, every=1, with a state)", "steps(5, every=1, with a state)"],
+        ),
+        (
+            [(4, {}, 1), (4, {}, 2)],
+            ["steps(4, every=1, with a state)", "steps(4, every=2, with a state)"],
+        ),
     ],
 )
 def test_workers_that_differ_are_told_so_before_the_first_step(
-    tmp_path: Path, arguments: list[Any], text: str
+    tmp_path: Path, arguments: list[Any], calls: list[str]
 ) -> None:
+    said = [f"worker {rank} called {call}" for rank, call in enumerate(calls)]
+    # The error begins with the worker that came last.
+    texts = {f"{last}, but {first}; make" for last, first in (said, said[::-1])}
+
     def begin(kv: KVStore) -> None:
         stop, state, every = arguments[kv.rank]
-        with pytest.raises(CheckpointError, match=text):
+        with pytest.raises(UsageError) as caught:
             kv.steps(stop, state, tmp_path, every)
+        assert str(caught.value).partition(" these calls")[0] in texts
+
+    with Workers("dist_sync", 2, 1) as workers:
+        workers.run(begin)
+
+
+def test_a_state_of_one_worker_that_cannot_be_saved_is_told_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    def begin(kv: KVStore) -> None:
+        state = {"a": object()} if kv.rank == 1 else {}
+        with pytest.raises(CheckpointError, match=r"^worker 1: state\['a'\]: an object may hold"):
+            kv.steps(4, state, tmp_path, 1)
 
     with Workers("dist_sync", 2, 1) as workers:
         workers.run(begin)

@@ -309,7 +309,7 @@ BUGS = [
     Bug(
         "a job goes on without its scheduler though no report says that all had joined",
         "kvstore/launch/job/lifecycle.py",
-        "return is_meant and self._is_certain and not self._all_ended(worker=True)",
+        "return is_meant and self._is_certain is True and not self._all_ended(worker=True)",
         "return is_meant and not self._all_ended(worker=True)",
         "tests/unit/kvstore/launch/job/test_launch_lifecycle.py",
     ),

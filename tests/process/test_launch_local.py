@@ -35,7 +35,7 @@ for rule in os.environ.get("STAND_IN", "").split():     # role:rank:status, at o
     if rule.rpartition(":")[0] == f"{role}:{rank}":
         sys.exit(int(rule.rpartition(":")[2]))
 if role == "scheduler" and os.environ.get("STAND_IN") != "alone":
-    os.write(int(os.environ["PS_JOINED_FD"]), b"1")
+    os.write(int(os.environ["PS_JOINED_FD"]), b"all have joined\\n")
 if os.environ.get("STAND_IN") == "stay":
     time.sleep(60)
 if role == "server":
@@ -478,6 +478,10 @@ def test_a_reader_that_stops_reading_does_not_hold_up_a_signal(job: Job) -> None
     assert process.wait(timeout=50) == 143
 
 
+#: No single worker is started again.
+AS_A_WHOLE = {"PS_REJOIN_TIMEOUT": "0"}
+
+
 def test_a_job_that_fails_is_started_again_until_it_succeeds(job: Job) -> None:
     code = """
 attempt = int(os.environ["DMLC_NUM_ATTEMPT"])
@@ -486,7 +490,7 @@ if rank == 1 and attempt < 2:
     sys.exit(5)
 bye()
 """
-    environment = {"PATIENCE": "restart_s=0.01", "DMLC_NUM_ATTEMPT": "7"}
+    environment = {"PATIENCE": "restart_s=0.01", "DMLC_NUM_ATTEMPT": "7", **AS_A_WHOLE}
     done = job.run("-n", "2", "-s", "1", "--restarts", "3", *python(code), environment=environment)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("[worker 1]")]
@@ -505,13 +509,44 @@ bye()
 def test_after_the_last_restart_the_job_has_failed_and_each_attempt_has_its_logs(job: Job) -> None:
     code = "print(os.environ['DMLC_NUM_ATTEMPT']); sys.exit(3)"
     done = job.run(
-        *("-n", "1", "--restarts", "1", *python(code)), environment={"PATIENCE": "restart_s=0.01"}
+        *("-n", "1", "--restarts", "1", *python(code)),
+        environment={"PATIENCE": "restart_s=0.01", **AS_A_WHOLE},
     )
     assert done.returncode == 3
     (logs,) = job.logs()
     assert done.stderr.splitlines()[-1] == f"logs of all processes: {logs}/restart-1"
     assert (logs / "worker-0.log").read_text() == "0\n"
     assert (logs / "restart-1" / "worker-0.log").read_text() == "1\n"
+
+
+def test_a_worker_that_is_started_again_and_gets_no_place_leads_to_a_restart_of_the_job(
+    job: Job,
+) -> None:
+    code = """
+attempt = int(os.environ["DMLC_NUM_ATTEMPT"])
+print("attempt", attempt, "pid", os.getpid(), flush=True)
+if rank == 1 and not os.path.exists(sys.argv[1]):
+    if attempt == 1:
+        open(sys.argv[1], "w").close()
+        sys.exit(3)
+    time.sleep(0.2)     # for the scheduler to say that all have joined
+    os.kill(os.getpid(), signal.SIGKILL)
+bye()
+"""
+    done = job.run(
+        *("-n", "2", "-s", "1", "--restarts", "1", *python(code), str(job.directory / "mark")),
+        environment={"PATIENCE": "restart_s=0.01 worker_restart_s=0.01"},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("[worker 1]")]
+    assert [words[3] for words in lines] == ["0", "1", "1"]
+    first = f"worker 1 (pid {lines[0][-1]})"
+    _, *told = [line for line in done.stderr.splitlines() if line.startswith("[launcher]")]
+    (logs,) = job.logs()
+    assert told[0] == f"[launcher] {first} ended with signal SIGKILL: starting it again"
+    assert f"process:  {first}\nended:    signal SIGKILL" in done.stderr
+    assert "other failures: worker 1 (exit code 3)" in done.stderr
+    assert told[-1] == f"[launcher] the job succeeded after 1 restart; logs of all attempts: {logs}"
 
 
 @pytest.mark.parametrize("code", ["pass", "os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"])
@@ -585,6 +620,7 @@ exec sh -c "$last"
         environment={
             "PATH": f"{programs}:{os.environ['PATH']}",
             "PATIENCE": "restart_s=0.01 drain_s=1",
+            **AS_A_WHOLE,
         },
     )
     assert done.returncode == 0, done.stderr

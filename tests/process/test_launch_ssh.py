@@ -46,6 +46,19 @@ for line in range(int(os.environ.get("KVSTORE_LINES", 0))):
     print(line, "x" * 1000)
 sys.exit(int(os.environ.get("KVSTORE_CODE", 0)) if kv.rank == 1 else 0)
 """
+STEPS = """
+import os, signal, sys
+import numpy as np
+import kvstore as mx
+kv = mx.create("dist_sync")
+kv.init("w", np.zeros(2, np.float32))
+w = kv.pull("w")
+for step in kv.steps(6):
+    if step == 3 and kv.rank == 1 and kv.node.attempt == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kv.pushpull("w", w + np.float32(kv.rank + 1), out=w)
+print("sum", w[0], kv.node.attempt, os.environ["DMLC_NUM_ATTEMPT"], flush=True)
+"""
 STAY = """
 import os, time
 import kvstore as mx
@@ -124,6 +137,21 @@ def test_a_job_that_fails_starts_again_on_all_hosts(start: Start) -> None:
     for name in ("worker 0@one", "worker 1@two"):
         assert output.count(f"[{name}] sum 3.0 [] there") == 2
     assert "[launcher] the job succeeded after 1 restart" in errors.splitlines()[-1]
+
+
+def test_a_worker_that_is_killed_is_started_again_on_its_host(start: Start) -> None:
+    code, output, errors = ended(
+        start("-n", "2", "-s", "1", "--restarts", "1", sys.executable, "-c", STEPS)
+    )
+    assert code == 0, errors
+    assert "[worker 0@one] sum 189.0 0 0" in output
+    assert "[worker 1@two] sum 189.0 1 1" in output
+    (said,) = [line for line in errors.splitlines() if "starting it again" in line]
+    assert said.startswith("[launcher] worker 1 (pid ")
+    assert said.endswith(" on two) ended with signal SIGKILL: starting it again")
+    last = "[launcher] the job succeeded; a lost worker was replaced 1 time"
+    assert errors.splitlines()[-1] == last
+    assert "that the job's processes had left running" not in errors
 
 
 @pytest.mark.slow(reason="test_launch_local.py has the first failure always")

@@ -7,7 +7,7 @@ import re
 import signal
 
 import pytest
-from job import MakeJob, needs_proc
+from job import Job, MakeJob, Process, needs_proc
 
 pytestmark = [pytest.mark.process, needs_proc]
 
@@ -22,7 +22,7 @@ weights = kv.pull("w")
 for step in steps:
     if step == 7 and os.environ.get("DMLC_NUM_ATTEMPT") == "0":
         print("at step 7", flush=True)
-        time.sleep(60)
+        wait_for_file("go")
     gradient = state["draws"].normal(size=1000) - weights
     kv.pushpull("w", gradient.astype("f4"), out=weights)
 print("from", steps.first, "to", zlib.crc32(weights.tobytes()), flush=True)
@@ -34,27 +34,92 @@ def ends(text: str) -> list[tuple[str, ...]]:
     return sorted(re.findall(r"\[worker (\d)\] from (\d+) to (\d+)", text))
 
 
-SLOW = pytest.mark.slow(reason="the launcher starts a job again in the same way for a server")
-
-
-@pytest.mark.parametrize("victim", [pytest.param("worker 1", marks=SLOW), "server 0"])
-def test_a_job_goes_on_from_its_last_checkpoint_with_the_same_bits(
-    make_job: MakeJob, victim: str
-) -> None:
-    job = make_job(2, 2)
-    role, _, rank = victim.partition(" ")
+def at_step_7(job: Job, *options: str) -> tuple[str, Process]:
+    """The text of a whole run, and the launcher of another one that waits in step 7."""
     whole = job.launch(TRAIN.replace("DIRECTORY", repr(str(job.directory / "whole"))))
-    ended = job.launch(
-        TRAIN.replace("DIRECTORY", repr(str(job.directory / "ended"))), "--restarts", "1"
-    )
+    ended = job.launch(TRAIN.replace("DIRECTORY", repr(str(job.directory / "ended"))), *options)
     assert whole.wait() == 0, whole.text
     for number in range(2):
         ended.wait_for(rf"\[worker {number}\] at step 7")
-    os.kill(job.launched(role, int(rank)), signal.SIGKILL)
+    return whole.text, ended
+
+
+def test_a_job_without_a_server_goes_on_from_its_last_checkpoint_with_the_same_bits(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 2)
+    whole, ended = at_step_7(job, "--restarts", "1")
+    os.kill(job.launched("server", 0), signal.SIGKILL)
     assert ended.wait() == 0, ended.text
-    expected = [(rank, "6", checksum) for rank, _, checksum in ends(whole.text)]
+    expected = [(rank, "6", checksum) for rank, _, checksum in ends(whole)]
     assert len(expected) == 2
     assert ends(ended.text) == expected
-    assert f"process:  {victim} (pid" in ended.text
+    assert "process:  server 0 (pid" in ended.text
     assert "[launcher] restart 1 of 1: starting all processes again in 1 s" in ended.text
     assert "[launcher] the job succeeded after 1 restart; logs of all" in ended.lines[-1]
+
+
+@pytest.mark.parametrize(
+    "rank", [0, pytest.param(1, marks=pytest.mark.slow(reason="worker 0 does more for all"))]
+)
+def test_a_killed_worker_is_replaced_in_its_step_and_the_bits_are_the_same(
+    make_job: MakeJob, rank: int
+) -> None:
+    job = make_job(2, 2)
+    whole, ended = at_step_7(job, "--restarts", "1")
+    os.kill(job.launched("worker", rank), signal.SIGKILL)
+    job.allow("go")
+    assert ended.wait() == 0, ended.text
+    expected = [
+        (number, "7" if number == str(rank) else "0", checksum)
+        for number, _, checksum in ends(whole)
+    ]
+    assert ends(ended.text) == expected
+    assert f"[launcher] worker {rank} (pid" in ended.text
+    assert "ended with signal SIGKILL: starting it again" in ended.text
+    assert "another process may take its place" in ended.text
+    assert ended.lines[-1] == "[launcher] the job succeeded; a lost worker was replaced 1 time"
+    assert "Traceback" not in ended.text
+
+
+STOPPED = """
+import zlib
+kv = mx.kvstore.create("dist_sync")
+kv.init("w", np.zeros(1000, "f4"))
+weights = kv.pull("w")
+for step in kv.steps(6):
+    if step == 3 and kv.rank == 1 and kv.node.attempt == 0:
+        print("at step 3", flush=True)
+        wait_for_file("woken")
+    if step == 4:
+        print("at step 4", flush=True)
+        wait_for_file("go")
+    kv.pushpull("w", (np.sin(weights * 7) + kv.rank + step).astype("f4"), out=weights)
+print("sum", zlib.crc32(weights.tobytes()), flush=True)
+"""
+
+
+def test_a_stopped_worker_that_wakes_up_after_it_was_replaced_ends_with_an_error(
+    make_job: MakeJob,
+) -> None:
+    other = make_job(2, 1)
+    other.allow("woken")
+    other.allow("go")
+    expected = other.launch(STOPPED)
+    job = make_job(2, 1, PS_REJOIN_TIMEOUT="30", PS_LOST_AFTER="1", PS_HEARTBEAT_TIMEOUT="2")
+    job.service()
+    first, stopped = job.worker(0, STOPPED), job.worker(1, STOPPED)
+    stopped.wait_for("at step 3")
+    stopped.send(signal.SIGSTOP)
+    replacing = job.worker(1, STOPPED)
+    replacing.wait_for("at step 4")
+    stopped.send(signal.SIGCONT)
+    job.allow("woken")
+    assert stopped.wait() == 1
+    assert "NodeLostError: the scheduler gave up: worker 1 (pid" in stopped.text
+    assert "this one must not go on" in stopped.text
+    job.allow("go")
+    assert [process.wait() for process in (first, replacing, expected)] == [0, 0, 0], job.output()
+    sums = re.findall(r"sum (\d+)", first.text + replacing.text + expected.text)
+    assert len(sums) == 4
+    assert len(set(sums)) == 1

@@ -207,6 +207,7 @@ class Agent:
         self._key = key
         self._signals = signals
         self._place: LocalPlace | None = None
+        self._variables: dict[str, str] = {}
         self._cleanup = ExitStack()
         self._credit = CREDIT_BYTES
         self._is_over = False
@@ -261,7 +262,24 @@ class Agent:
         return []
 
     def _start(self, found: Mapping[str, Any]) -> None:
-        """Start the processes of a START message; ``wire.py`` describes it."""
+        """Start the processes of a START message; ``wire.py`` describes it.
+
+        After the first one, the others start single processes again.
+        """
+        is_first = self._place is None
+        place = self._place or self._prepare(found)
+        mine = [
+            (index, _as_here(ProcessSpec(role, rank, tuple(argv), environment), self._variables))
+            for index, role, rank, argv, environment in found["processes"]
+        ]
+        if is_first:
+            self._tell(place.start(mine, self._variables))
+        else:
+            for index, spec in mine:
+                self._tell(place.start_again(index, spec))
+
+    def _prepare(self, found: Mapping[str, Any]) -> LocalPlace:
+        """Make the place of all processes here, and their environment."""
         agent_id, job_id = secrets.token_hex(8), found["job_id"]
         guardian = GuardianProcess(job_id, os.environ, agent_id)
         self._cleanup.callback(guardian.dismiss)
@@ -276,11 +294,8 @@ class Agent:
             guardian.remove_at_the_end(path.parent)
             write_key(path, key)
             variables["PS_JOB_KEY_FILE"] = str(path)
-        mine = [
-            (index, _as_here(ProcessSpec(role, rank, tuple(argv), environment), variables))
-            for index, role, rank, argv, environment in found["processes"]
-        ]
-        self._tell(self._place.start(mine, variables))
+        self._variables = variables
+        return self._place
 
     def _tell(self, events: Sequence[Event]) -> None:
         for event in events:

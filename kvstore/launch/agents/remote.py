@@ -66,6 +66,10 @@ class AgentPlace(Place):
     def is_connected(self) -> bool:
         return self.greeting is not None
 
+    @property
+    def can_start_again(self) -> bool:  # type: ignore[override]
+        return self._link is not None
+
     def awaited(self) -> list[str]:
         """Return the label if the agent has not connected yet, for messages."""
         return [] if self.is_connected else [str(self.label)]
@@ -91,7 +95,7 @@ class AgentPlace(Place):
         if self._link is None:
             lost = {index: _LOST_STATUS for index, _ in specs}
             return [Ended(lost, f"{self.label} was lost before it began")] if lost else []
-        self._running = {index for index, _ in specs}
+        self._running |= {index for index, _ in specs}
         self._has_begun = True
         processes = [
             [index, one.role, one.rank, list(one.argv), _for_elsewhere(one, self._more)]
@@ -99,6 +103,9 @@ class AgentPlace(Place):
         ]
         self._link.send(START, {**self._prepared, "processes": processes})
         return []
+
+    def start_again(self, index: int, spec: ProcessSpec) -> list[Event]:
+        return self.start([(index, spec)], {})
 
     def send_signal(self, number: int) -> None:
         if self._link is not None:

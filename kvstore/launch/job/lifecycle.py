@@ -15,6 +15,8 @@ afterwards which exit was the cause.
        │
        ├──the scheduler was killed after all had joined──> RUNNING, as a failure
        │
+       ├──a worker failed, and may be started again──> RUNNING, after a pause
+       │
        └──SIGINT, SIGTERM, SIGHUP──> STOPPING: stronger and stronger signals until all have ended
 
 Service processes (scheduler, servers) end with 0 when every worker has said goodbye to them, which
@@ -24,12 +26,17 @@ the others do not need the scheduler. So if a signal kills it while workers run,
 and counts as failed at its end. A scheduler that ends by itself with an error usually reports that
 another node is lost. Then the other processes end as well; if they do not, the error was the
 scheduler's own.
+
+With ``--restarts``, a worker that fails after all have joined is started again, and asks the
+scheduler for its place. If the scheduler gives it no place, it ends the job, and the worker's first
+end is the cause. If it does, that end is forgotten.
 """
 
 from __future__ import annotations
 
 import enum
 import signal
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +54,7 @@ class Timing:
     step_s: float = 3.0  # between one signal and the next, stronger one
     killed_s: float = 10.0  # for the kernel to end a process after SIGKILL
     leftover_s: float = 1.0  # for grandchildren to end, between SIGTERM and SIGKILL
+    worker_restart_s: float = 0.2  # before the first restart of a worker; then restart_s
     restart_s: float = 1.0  # before the first restart of a job; twice as long before each further
     longest_restart_s: float = 30.0
 
@@ -75,9 +83,20 @@ class Exit:
     stopped: bool = False
 
 
-Effect = signal.Signals | str | Exit
-"""A signal for the process groups of all running processes; a message for the user; or the end of a
-scheduler without which the job continues, for a message to the user."""
+@dataclass(frozen=True)
+class Again:
+    """A worker that failed is to be started again, for the ``number``-th time.
+
+    ``found`` was its end.
+    """
+
+    found: Exit
+    number: int
+
+
+Effect = signal.Signals | str | Exit | Again
+"""A signal for the process groups of all running processes; a message for the user; the end of a
+scheduler without which the job continues, for a message to the user; or a start."""
 
 _LADDERS: dict[signal.Signals, tuple[signal.Signals, ...]] = {
     signal.SIGINT: (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
@@ -86,10 +105,65 @@ _LADDERS: dict[signal.Signals, tuple[signal.Signals, ...]] = {
 }
 
 
+class WorkerRestarts:
+    """The workers that were started again, or will be. Pure."""
+
+    def __init__(self, timing: Timing, num_left: int) -> None:
+        self._timing = timing
+        #: How many restarts are left.
+        self.num_left = num_left
+        #: How many times a worker that was started again got its place.
+        self.num_returned = 0
+        #: The first ends of workers that have not got their places again: probably their cause.
+        self.setbacks: dict[int, Exit] = {}
+        self._last_ends: dict[int, Exit] = {}
+        self._num_starts: Counter[int] = Counter()
+        #: Worker -> when to start it.
+        self.due: dict[int, float] = {}
+
+    def plan(self, found: Exit, now_s: float) -> None:
+        """Plan the restart of a worker that has just ended."""
+        index, timing = found.index, self._timing
+        self._last_ends[index] = found
+        self.setbacks.setdefault(index, found)
+        count = self._num_starts[index]
+        wait_s = timing.restart_s * 2 ** min(count - 1, 16) if count else 0.0
+        wait_s = max(timing.worker_restart_s, min(wait_s, timing.longest_restart_s))
+        self._num_starts[index] += 1
+        self.num_left -= 1
+        self.due[index] = now_s + wait_s
+
+    def take(self, now_s: float) -> list[Effect]:
+        """Return the starts that are due."""
+        due = [index for index, due_s in self.due.items() if now_s >= due_s]
+        for index in due:
+            del self.due[index]
+        return [Again(self._last_ends[index], self._num_starts[index]) for index in due]
+
+    def returned(self, index: int) -> None:
+        """Note that a worker has its place again."""
+        if self.setbacks.pop(index, None) is not None:
+            self.num_returned += 1
+        if index in self.due:  # it has ended once more before this was heard
+            self.setbacks[index] = self._last_ends[index]
+
+    def cancel(self) -> list[Exit]:
+        """Start none of them any more; return the ends of those that were to be started."""
+        ends = [self._last_ends[index] for index in self.due]
+        self.due.clear()
+        for end in ends:
+            if self.setbacks[end.index] is end:
+                del self.setbacks[end.index]
+        return ends
+
+
 class Lifecycle:
     """Follows one job from its start until all its processes have ended."""
 
-    def __init__(self, specs: Sequence[ProcessSpec], timing: Timing) -> None:
+    def __init__(
+        self, specs: Sequence[ProcessSpec], timing: Timing, worker_restarts: int = 0
+    ) -> None:
+        """``worker_restarts`` is how many times workers may be started again."""
         self.phase = Phase.RUNNING
         self.exits: dict[int, Exit] = {}
         self.interrupted_by: signal.Signals | None = None
@@ -97,24 +171,56 @@ class Lifecycle:
         self.drain_expired = False
         self.unjoined = False
         self.scheduler_lost = False
-        self._joined = False
-        self._is_certain = False
+        #: None until all have joined; False if that is only assumed.
+        self._is_certain: bool | None = None
         self._specs = specs
         self._timing = timing
         self._sweep = 0
         self.deadline_s: float | None = None
         """The latest time for the next :meth:`tick`; None if there is no deadline."""
         self._ladder: list[signal.Signals] = []
+        self.restarts = WorkerRestarts(timing, worker_restarts)
 
-    def exited(self, statuses: Mapping[int, int], now_s: float) -> list[Effect]:
-        """Handle the exit statuses, by process index, that one sweep found."""
+    @property
+    def _joined(self) -> bool:
+        return self._is_certain is not None
+
+    @property
+    def due_s(self) -> float | None:
+        """The latest time for the next :meth:`tick`; None if nothing is due."""
+        deadline = [] if self.deadline_s is None else [self.deadline_s]
+        return min([*self.restarts.due.values(), *deadline], default=None)
+
+    @property
+    def setbacks(self) -> Mapping[int, Exit]:
+        """The first ends of workers that were started again and have no places yet."""
+        return self.restarts.setbacks
+
+    @property
+    def num_returned(self) -> int:
+        """How many times a worker that was started again got its place."""
+        return self.restarts.num_returned
+
+    def exited(
+        self, statuses: Mapping[int, int], now_s: float, *, is_final: bool = False
+    ) -> list[Effect]:
+        """Handle the exit statuses, by process index, that one sweep found.
+
+        With ``is_final``, their place cannot start them again.
+        """
         if self.phase is Phase.ENDED:
             return []  # a warning has already said that SIGKILL did not end them
         self._sweep += 1
         stopped = self.phase is Phase.STOPPING
         for index, status in statuses.items():
             self.exits[index] = Exit(index, status, now_s, self._sweep, stopped)
+        if not is_final and self._may_return(statuses):
+            for index in (index for index, status in statuses.items() if status != 0):
+                self.restarts.plan(self.exits.pop(index), now_s)
+            return []
         failed = any(status != 0 for status in statuses.values())
+        # Without a scheduler, no worker that was started again can get its place.
+        failed = failed or bool(self.restarts.setbacks and self._has_scheduler_ended())
         if len(self.exits) == len(self._specs):
             self.failed = self.failed or (failed and not stopped)
             self._enter(Phase.ENDED, None)
@@ -124,13 +230,29 @@ class Lifecycle:
             self._settle(failed, now_s)
         return []
 
+    def _may_return(self, statuses: Mapping[int, int]) -> bool:
+        """Return whether all that failed are workers that may be started again."""
+        failed = [index for index, status in statuses.items() if status != 0]
+        return (
+            self.phase is Phase.RUNNING
+            and self._is_certain is True
+            and not self._has_scheduler_ended()
+            and 0 < len(failed) <= self.restarts.num_left
+            and all(self._specs[index].role == "worker" for index in failed)
+        )
+
+    def returned(self, rank: int) -> None:
+        """Handle the scheduler's report that a worker has its place again."""
+        for index, spec in enumerate(self._specs):
+            if (spec.role, spec.rank) == ("worker", rank):
+                self.restarts.returned(index)
+
     def joined(self, now_s: float, *, is_certain: bool = True) -> None:
         """Handle the scheduler's report that all nodes have joined the cluster.
 
         ``is_certain`` is false if this is only assumed: then the job does not continue without its
         scheduler.
         """
-        self._joined = True
         self._is_certain = is_certain
         if self.phase is Phase.DRAINING:
             self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
@@ -156,8 +278,9 @@ class Lifecycle:
 
     def tick(self, now_s: float) -> list[Effect]:
         """Act on deadlines that have passed."""
-        if self.deadline_s is None or now_s < self.deadline_s:
-            return []
+        starts = self.restarts.take(now_s)
+        if starts or self.deadline_s is None or now_s < self.deadline_s:
+            return starts
         if self.phase is Phase.STOPPING:
             return self._next_step(now_s)
         if self.phase is Phase.DRAINING and not self._joined:
@@ -190,7 +313,8 @@ class Lifecycle:
             if self.phase is Phase.RUNNING:
                 # The scheduler's report may still be on its way. If it has ended with 0, all had
                 # joined.
-                self._joined = self._joined or self._has_scheduler_ended_well()
+                if not self._joined and self._has_scheduler_ended_well():
+                    self._is_certain = False
                 patience_s = self._timing.drain_s if self._joined else self._timing.alone_s
                 self._enter(Phase.DRAINING, now_s + patience_s)
             elif not self._joined and self._has_scheduler_ended_well():
@@ -208,7 +332,7 @@ class Lifecycle:
         if len(failed) != 1 or self._specs[failed[0]].role != "scheduler":
             return False
         is_meant = statuses[failed[0]] < 0 or not killed
-        return is_meant and self._is_certain and not self._all_ended(worker=True)
+        return is_meant and self._is_certain is True and not self._all_ended(worker=True)
 
     def _go_on_without_scheduler(self, now_s: float) -> list[Effect]:
         self.failed = self.scheduler_lost = True
@@ -237,6 +361,9 @@ class Lifecycle:
     def _enter(self, phase: Phase, deadline_s: float | None) -> None:
         self.phase = phase
         self.deadline_s = deadline_s
+        if phase is not Phase.RUNNING:
+            for end in self.restarts.cancel():
+                self.exits.setdefault(end.index, end)
 
     def _all_ended(self, *, worker: bool) -> bool:
         return all(
@@ -244,6 +371,9 @@ class Lifecycle:
             for index, spec in enumerate(self._specs)
             if (spec.role == "worker") == worker
         )
+
+    def _has_scheduler_ended(self) -> bool:
+        return any(self._specs[index].role == "scheduler" for index in self.exits)
 
     def _has_scheduler_ended_well(self) -> bool:
         ends = ((self._specs[index].role, found.status) for index, found in self.exits.items())

@@ -12,6 +12,7 @@ import errno
 import os
 import selectors
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,18 +81,47 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class Returned:
+    """A worker that was started again has its place."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Finished:
     """No process of the job runs here now; ``left_over`` processes had to be ended."""
 
     left_over: int
 
 
-Event = Started | Output | Ended | CannotStart | Note | Located | Joined | Finished
+Event = Started | Output | Ended | CannotStart | Note | Located | Joined | Returned | Finished
 IndexedSpecs = Sequence[tuple[int, ProcessSpec]]
 
 Handler = Callable[[float], "list[Event]"]
 """The function for a descriptor in a selector; called with the time when the descriptor is ready.
 """
+
+
+class SchedulerLines:
+    """What the scheduler writes to PS_JOINED_FD about joins."""
+
+    def __init__(self, heard: socket.socket) -> None:
+        self.socket = heard
+        self._rest = b""
+
+    def read(self) -> list[Event] | None:
+        """Return the events of the lines that have arrived; None after the end."""
+        data = self.socket.recv(4096)
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        events: list[Event] = []
+        for words in map(bytes.split, lines):
+            if words[:1] == [b"all"]:
+                events.append(Joined())
+            elif words[:1] == [b"worker"] and words[1].isdigit():
+                events.append(Returned(int(words[1])))
+        return events
 
 
 class LineStream:
@@ -147,6 +177,8 @@ class Place:
     label: str | None = None
     failure: str | None = None
     """Why the place will never be ready, if this is known."""
+    can_start_again = False
+    """Whether a process that has ended can be started here once more."""
 
     def awaited(self) -> list[str]:
         """Return the names of missing agents, for messages; empty if all are connected."""
@@ -154,6 +186,10 @@ class Place:
 
     def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
         """Start processes with ``variables`` and their own; stop at the first failure."""
+        return []
+
+    def start_again(self, index: int, spec: ProcessSpec) -> list[Event]:
+        """Start a process that has ended here; end first what is left of it."""
         return []
 
     def send_signal(self, number: int) -> None:
@@ -195,11 +231,15 @@ class LocalPlace(Place):
         self._agent_id = agent_id
         self._guardian = guardian
         self._children: list[Child] = []
-        self._streams: list[LineStream] = []
+        self._streams: list[tuple[int, LineStream]] = []
+        self._variables: Mapping[str, str] = {}
+
+    can_start_again = True
 
     def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
         allow_files(4 * len(specs))  # each child: one tie, two streams, one log
         prepare = die_with_launcher()
+        self._variables = variables
         events: list[Event] = []
         for index, spec in specs:
             try:
@@ -211,16 +251,19 @@ class LocalPlace(Place):
             self._children.append(child)
             for is_error, pipe in enumerate(child.pipes):
                 told = partial(self._told, index, bool(is_error))
-                self._streams.append(LineStream(pipe, told))
+                self._streams.append((index, LineStream(pipe, told)))
             events.append(Started(index, child.group))
         return events
+
+    def start_again(self, index: int, spec: ProcessSpec) -> list[Event]:
+        return [*self._retire(index), *self.start([(index, spec)], self._variables)]
 
     def send_signal(self, number: int) -> None:
         for child in self._children:
             child.send_signal(signal.Signals(number))
 
     def adjust(self, selector: selectors.BaseSelector, *, paused: bool) -> None:
-        for stream in self._streams:
+        for _, stream in self._streams:
             stream.adjust(selector, paused=paused)
 
     def sweep(self) -> list[Event]:
@@ -236,16 +279,25 @@ class LocalPlace(Place):
         groups = {child.group for child in self._children}
         found = end_job(self._job_id, groups, leftover_s, self._agent_id)
         # All writers have ended, and their last output is in the pipes.
-        last = [event for stream in self._streams for event in stream.read_rest()]
+        last = [event for _, stream in self._streams for event in stream.read_rest()]
         return [*last, Finished(found)]
 
     def close(self) -> None:
         end_job(self._job_id, {child.group for child in self._children}, 0, self._agent_id)
         for child in self._children:
             child.reap()
-        for stream in self._streams:
+        for _, stream in self._streams:
             stream.close()
         self._children = []
+
+    def _retire(self, index: int) -> list[Event]:
+        """End what a process has left running, and read the rest of its output."""
+        for child in self._children:
+            if child.index == index:  # its number stays taken until it is reaped, at the end
+                child.send_signal(signal.SIGKILL)
+        mine = [stream for at, stream in self._streams if at == index]
+        self._streams = [(at, stream) for at, stream in self._streams if at != index]
+        return [event for stream in mine for event in stream.read_rest()]
 
     def _told(self, index: int, is_error: bool, lines: list[bytes]) -> list[Event]:
         return [Output(index, is_error, lines)]

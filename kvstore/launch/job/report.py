@@ -62,9 +62,13 @@ class EndedProcess:
 
 
 def failures_of(
-    ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]
+    ended: Sequence[EndedProcess],
+    specs: Sequence[ProcessSpec],
+    setbacks: Sequence[EndedProcess] = (),
 ) -> tuple[list[EndedProcess], list[EndedProcess]]:
     """Return the failed processes, the cause first, and those that the launcher ended.
+
+    ``setbacks`` are the earlier ends of workers that were started again and got no place.
 
     The failed processes are sorted by these rules, in this order. First come processes that ended
     with an error of their own, then service processes that ended with 0 too early, then processes
@@ -80,8 +84,8 @@ def failures_of(
         kind = 1 if one.exit.status == 0 else 2 * names_another
         return (kind, one.exit.sweep, one.exit.status > 0, one.exit.index)
 
-    failed = (one for one in ended if one.exit.status != 0 or one.exit.index in early)
-    failures = sorted((one for one in failed if not one.exit.stopped), key=weight)
+    failed = [one for one in ended if one.exit.status != 0 or one.exit.index in early]
+    failures = sorted([*setbacks, *(one for one in failed if not one.exit.stopped)], key=weight)
     return failures, [one for one in ended if one.exit.stopped]
 
 
@@ -190,6 +194,12 @@ def without_scheduler(scheduler: EndedProcess) -> str:
     )
 
 
+def starts_again(worker: EndedProcess) -> str:
+    """Return the message for a worker that failed and is started again."""
+    where = worker.place or f"pid {worker.pid}"
+    return f"{worker.spec.name} ({where}) ended with {_how(worker)}: starting it again"
+
+
 def _last_words(ended: EndedProcess) -> tuple[str, int, Sequence[str]]:
     """Return role, status and last line: earlier lines may contain process ids."""
     return ended.spec.role, ended.exit.status, list(ended.last_lines)[-1:]
@@ -233,6 +243,8 @@ class ProcessRecord:
         self.spec = spec
         self.pid = 0
         self.why: str | None = None
+        self.setback: EndedProcess | None = None
+        """The first end of a worker that was started again, until it has its place."""
         self.last_lines: deque[bytes] = deque(maxlen=SHOWN_LINES)
         self.label = label
         self._log: IO[bytes] | None = None
@@ -273,6 +285,8 @@ class JobReport:
     start_s: float
     was_signalled: bool = False
     """Whether a signal told the launcher to end, also after the last process had ended."""
+    setbacks: Sequence[EndedProcess] = ()
+    """The ends of workers that were started again and did not get their places."""
 
 
 def make_log_dir(wanted: str | None) -> tuple[Path, bool]:
@@ -322,7 +336,7 @@ def may_restart(report: JobReport) -> bool:
 
 def show_failure(report: JobReport, log_dir: Path) -> list[EndedProcess]:
     """Print why the job failed; return the failed processes, the cause first."""
-    failures, stopped = failures_of(report.ended, report.specs)
+    failures, stopped = failures_of(report.ended, report.specs, report.setbacks)
     write_error(failure_block(failures, stopped, str(log_dir), start_s=report.start_s))
     return failures
 

@@ -24,7 +24,7 @@ from kvstore.launch.job.checks import (
     read_given_key,
 )
 from kvstore.launch.job.lifecycle import Timing
-from kvstore.launch.job.places import Place
+from kvstore.launch.job.places import Place, SchedulerLines
 from kvstore.launch.job.registry import new_key, new_key_file, note_job, write_key
 from kvstore.launch.job.report import (
     JobReport,
@@ -39,7 +39,14 @@ from kvstore.launch.job.report import (
 )
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchError, LaunchOptions
-from kvstore.launch.plan import JobFacts, base_environment, brings_a_key, plan_job
+from kvstore.launch.plan import (
+    REJOIN_NAME,
+    REJOIN_S,
+    JobFacts,
+    base_environment,
+    brings_a_key,
+    plan_job,
+)
 
 
 @dataclass(frozen=True)
@@ -76,27 +83,38 @@ def run_job(
     """
     check_plan(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
-    logs, num_failed = log_dir, 0
+    logs, num_failed, num_returned = log_dir, 0, 0
     try:
         while True:
             facts = JobFacts(secrets.token_hex(8), checkout_root(), attempt=num_failed)
             shown_logs = f"{logs}, kept if the job fails" if is_temporary else str(logs)
-            may_try = num_failed < options.restarts
+            num_left = options.restarts - num_failed - num_returned
+            may_try = num_left > 0
             try:
                 report = _supervise(
-                    options, environ, service_command, timing, arrange, facts, logs, shown_logs
+                    options,
+                    environ,
+                    service_command,
+                    timing,
+                    arrange,
+                    facts,
+                    logs,
+                    shown_logs,
+                    num_left,
                 )
             except LaunchError as error:  # of an attempt: a host may answer a little later
                 if num_failed == 0 or not may_try or error.exit_code != 1:
                     raise
                 say(str(error))
             else:
+                num_returned += report.lifecycle.num_returned
+                may_try = num_left > report.lifecycle.num_returned
                 if not (may_try and may_restart(report)):
                     break
                 show_failure(report, logs)
             wait_s = min(timing.restart_s * 2 ** min(num_failed, 16), timing.longest_restart_s)
             num_failed += 1
-            of = f"restart {num_failed} of {options.restarts}"
+            of = f"restart {num_failed + num_returned} of {options.restarts}"
             say(f"{of}: starting all processes again in {wait_s:g} s")
             time.sleep(wait_s)
             logs = attempt_log_dir(log_dir, num_failed)
@@ -107,6 +125,9 @@ def run_job(
     if num_failed and code == 0:
         times = f"{num_failed} restart{'s' * (num_failed > 1)}"
         say(f"the job succeeded after {times}; logs of all attempts: {log_dir}")
+    elif num_returned and code == 0:
+        times = f"{num_returned} time{'s' * (num_returned > 1)}"
+        say(f"the job succeeded; a lost worker was replaced {times}")
     return code
 
 
@@ -150,12 +171,14 @@ def _supervise(
     facts: JobFacts,
     log_dir: Path,
     shown_logs: str,
+    num_restarts: int,
 ) -> JobReport:
     key_file = None if brings_a_key(options, environ) else new_key_file()
     given = {**environ, **dict(options.environment)}
     key = new_key() if key_file else read_given_key(given["PS_JOB_KEY_FILE"])
     # One end goes to the scheduler, which reports on it that all have joined.
     heard, joined = socket.socketpair()
+    restarts = num_restarts if _waits_for_workers(given) else 0
     with heard, joined, Supervisor(facts.job_id, environ, log_dir, timing) as supervisor:
         for note in options.notes if facts.attempt == 0 else ():
             supervisor.terminal.say(note)
@@ -172,7 +195,9 @@ def _supervise(
                 worker_hosts=tuple(arranged.worker_hosts),
                 store_port=_store_port(),
             )
-            specs = plan_job(options, facts, environ, service_command)
+            # Without further restarts, no process will take the place of a lost worker.
+            planned = replace(options, restarts=num_restarts)
+            specs = plan_job(planned, facts, environ, service_command)
             variables = base_environment(environ)
             scheduler = {**variables, **specs[0].environment}
             shown_host = f"[{facts.host}]" if ":" in facts.host else facts.host
@@ -192,12 +217,20 @@ def _supervise(
                 hosts = dict.fromkeys(place.label or "this machine" for _, place in assigned[1:])
                 line = complete_line(specs, hosts, address, shown_logs)
                 supervisor.terminal.show_status(scheduler, line)
-            supervisor.start(assigned, variables)
+            supervisor.start(assigned, variables, restarts)
             joined.close()  # only the scheduler holds it now, so its death closes it
-            supervisor.joined = heard
+            supervisor.joined = SchedulerLines(heard)
             # When the scheduler dies, its port stays taken while nodes of this job run: no other
             # process can listen there. No connection is answered there either.
             return supervisor.wait()
+
+
+def _waits_for_workers(given: Mapping[str, str]) -> bool:
+    """Return whether the job waits for a process in place of a lost worker."""
+    try:
+        return float(given.get(REJOIN_NAME, REJOIN_S)) > 0
+    except ValueError:
+        return False  # the nodes say what is wrong with it
 
 
 def _store_port() -> int:

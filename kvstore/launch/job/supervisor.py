@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvstore.launch.job import places
 from kvstore.launch.job.guardian import GuardianProcess, remove_tree
-from kvstore.launch.job.lifecycle import Effect, Exit, Lifecycle, Phase, Timing
+from kvstore.launch.job.lifecycle import Again, Effect, Exit, Lifecycle, Phase, Timing
 from kvstore.launch.job.places import LocalPlace, Place
-from kvstore.launch.job.report import JobReport, ProcessRecord, cannot_start, without_scheduler
+from kvstore.launch.job.report import (
+    JobReport,
+    ProcessRecord,
+    cannot_start,
+    starts_again,
+    without_scheduler,
+)
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.job.terminal import Terminal
 from kvstore.launch.options import LaunchError
@@ -51,8 +57,8 @@ class Supervisor:
         self._signals = SignalPipe()
         self.terminal = Terminal()
         self._to_remove: list[Path] = []
-        self.joined: socket.socket | None = None
-        """A socket that becomes readable when all nodes have joined; the caller owns it."""
+        self.joined: places.SchedulerLines | None = None
+        """What the scheduler says about the members; the caller owns its socket."""
 
     def __enter__(self) -> Supervisor:
         self.guardian = GuardianProcess(self.job_id, self._environ)
@@ -105,15 +111,20 @@ class Supervisor:
             self._turn(until_s)
 
     def start(
-        self, assigned: Sequence[tuple[ProcessSpec, Place]], variables: Mapping[str, str]
+        self,
+        assigned: Sequence[tuple[ProcessSpec, Place]],
+        variables: Mapping[str, str],
+        worker_restarts: int = 0,
     ) -> None:
         """Start each process at its place; :meth:`wait` reports a failed start.
 
         ``variables`` are the environment on this machine; each process adds its own.
+        ``worker_restarts`` is how many times workers may be started again.
         """
         self._records = [ProcessRecord(spec, at.label, self._log_dir) for spec, at in assigned]
         self._assigned = [place for _, place in assigned]
-        self._lifecycle = Lifecycle([spec for spec, _ in assigned], self._timing)
+        specs = [spec for spec, _ in assigned]
+        self._lifecycle = Lifecycle(specs, self._timing, worker_restarts)
         for place in self._places:  # this machine first
             mine = [(index, one[0]) for index, one in enumerate(assigned) if one[1] is place]
             self._take_in(place.start(mine, variables))
@@ -137,7 +148,10 @@ class Supervisor:
             raise self._start_failure
         ended = [self._records[index].ended(found) for index, found in sorted(job.exits.items())]
         specs = [record.spec for record in self._records]
-        return JobReport(job, specs, ended, self._start_s, self._signals.told_to_end())
+        ends = (self._records[index].setback for index in job.setbacks)
+        setbacks = [end for end in ends if end is not None]
+        told_to_end = self._signals.told_to_end()
+        return JobReport(job, specs, ended, self._start_s, told_to_end, setbacks)
 
     def _turn(self, until_s: float | None) -> bool:
         """Wait until something happens or until ``until_s``, and handle it.
@@ -152,12 +166,12 @@ class Supervisor:
             self._take_in(events)
             due_s.append(None if patience_s is None else now_s + patience_s)
         if self._lifecycle is not None:
-            due_s.append(self._lifecycle.deadline_s)
+            due_s.append(self._lifecycle.due_s)
         first_s = min((due for due in due_s if due is not None), default=None)
         with selectors.PollSelector() as selector:  # epoll refuses regular files
             selector.register(self._signals.fd, selectors.EVENT_READ)
             if self.joined is not None:
-                selector.register(self.joined, selectors.EVENT_READ)
+                selector.register(self.joined.socket, selectors.EVENT_READ)
             self.terminal.adjust(selector)
             for place in self._places:  # read children's output only while the terminal has room
                 place.adjust(selector, paused=self.terminal.is_full)
@@ -166,12 +180,14 @@ class Supervisor:
         ending = [number for number in arrived if number in ENDING]
         for number in ending:
             self._end_by(number)
-        if self._lifecycle and any(key.fileobj is self.joined for key, _ in ready):
+        heard = self.joined
+        if heard and self._lifecycle and any(key.fileobj is heard.socket for key, _ in ready):
             # Before handling the scheduler's end: if it has ended too, there may be no byte to
             # read.
-            if self.joined is not None and self.joined.recv(1):
-                self._take_in([places.Joined()])
-            self.joined = None  # a closed pipe would be ready for ever
+            news = heard.read()
+            self._take_in(news or ())
+            if news is None:
+                self.joined = None  # a closed pipe would be ready for ever
         if signal.SIGCHLD in arrived:
             self._take_in(event for place in self._places for event in place.sweep())
         for key, _ in ready:
@@ -212,7 +228,12 @@ class Supervisor:
             elif isinstance(event, places.Ended):
                 for index in event.statuses:
                     self._records[index].why = event.why
-                self._carry_out(self._lifecycle.exited(event.statuses, time.monotonic()))
+                can_return = all(self._assigned[each].can_start_again for each in event.statuses)
+                is_final = event.why is not None or not can_return
+                now_s = time.monotonic()
+                self._carry_out(self._lifecycle.exited(event.statuses, now_s, is_final=is_final))
+            elif isinstance(event, places.Returned):
+                self._lifecycle.returned(event.rank)
             elif isinstance(event, places.CannotStart):
                 self._refuse(self._lifecycle, event)
             elif isinstance(event, places.Located):
@@ -249,12 +270,28 @@ class Supervisor:
             if isinstance(effect, signal.Signals):
                 for place in self._places:
                     place.send_signal(effect)
+            elif isinstance(effect, Again):
+                self._start_again(effect)
             elif isinstance(effect, Exit):
                 self.terminal.end_status()  # the scheduler was the source of the status
                 lost = self._records[effect.index].ended(effect)
                 self.terminal.say(without_scheduler(lost))
             else:
                 self.terminal.say(effect)
+
+    def _start_again(self, again: Again) -> None:
+        """Start a worker again that has failed."""
+        index = again.found.index
+        record, place = self._records[index], self._assigned[index]
+        ended = record.ended(again.found)
+        if self._lifecycle is not None and self._lifecycle.setbacks[index] is again.found:
+            record.setback = ended
+        self.terminal.say(starts_again(ended))
+        environment = dict(record.spec.environment)
+        attempt = int(environment.get("DMLC_NUM_ATTEMPT", "0")) + again.number
+        environment["DMLC_NUM_ATTEMPT"] = str(attempt)
+        spec = replace(record.spec, environment=environment)
+        self._take_in(place.start_again(index, spec))
 
     def _finish(self) -> None:
         """End left-over processes at all places, and show their last output."""

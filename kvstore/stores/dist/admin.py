@@ -53,7 +53,9 @@ from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import InFlight
 from kvstore.stores.dist.node import Waiter
 from kvstore.stores.dist.progress import progress_of
+from kvstore.stores.dist.returning import Returning, returning_of
 from kvstore.stores.dist.transfer import DenseExchange
+from kvstore.stores.steps import StepKeeper
 from pslite import WORKER_GROUP, Future, Postoffice
 from pslite.errors import ClosedError, PSError
 from pslite.future import completed, settled
@@ -86,6 +88,7 @@ class DistControl(KVStore):
         self._files = DistFiles(self._servers, self._exchange, wait)
         self._late_error: BaseException | None = None
         self._is_closed = False
+        self._returning.add(number, self._joint_calls, self._optimizer)
 
     # -- what it is --------------------------------------------------------------------
 
@@ -105,6 +108,20 @@ class DistControl(KVStore):
     @property
     def num_workers(self) -> int:
         return self._node.config.num_workers
+
+    @property
+    def _returning(self) -> Returning:
+        return returning_of(self._node)
+
+    @property
+    def _keeper(self) -> StepKeeper | None:  # type: ignore[override]
+        returning = self._returning
+        return returning if returning.is_on else None
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether this process replaces a lost worker and has not come to its step yet."""
+        return self._returning.catches_up
 
     # -- optimizers --------------------------------------------------------------------
 
@@ -147,6 +164,7 @@ class DistControl(KVStore):
         self._check_may_wait()
         coding = None
         if compression.rules:
+            self._returning.rules_out("its gradients are compressed")
             coding = DistCompression(compression, self._exchange.entries, self.num_workers)
         plain = compression.plain()
 
@@ -290,6 +308,7 @@ class DistControl(KVStore):
         self._check()
         store: dict[str, Any] = {"keys": len(self._table.keys()), **self._exchange.counters}
         store["unfinished"] = len(self._exchange.unfinished())
+        store["replaced_workers"] = sum(self._node.membership.attempts.values())
         coding = self._exchange.coding
         if coding is not None:
             store["compression"] = coding.compression.statistics.plain()
@@ -344,6 +363,7 @@ class DistControl(KVStore):
 
     def _leave(self) -> None:
         self._is_closed = True
+        self._returning.rules_out("a store was closed")
         call = self._joint_calls.begin()
 
         def free(news: bytes | None) -> Future[Any]:
@@ -384,6 +404,8 @@ class DistControl(KVStore):
     def _add(self, entries: Sequence[KeyEntry]) -> None:
         self._exchange.add(entries)
         row_sparse = [entry.key for entry in entries if entry.is_row_sparse]
+        if row_sparse:
+            self._returning.rules_out(f"the key {row_sparse[0]!r} is row-sparse")
         self._table.add({entry.key: entry.spec for entry in entries}, row_sparse)
 
     def _settle(self) -> None:
@@ -400,8 +422,16 @@ class DistControl(KVStore):
     def _meet(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, list[KeyEntry]]:
         """Do what ``_together`` does; also return the call's number, equal on all workers."""
         call, news = self._joint_calls.make(name, act)
-        entries, self._optimizer.num_calls = self._servers.news_of(news)
+        entries, self._optimizer.num_calls, _ = self._servers.news_of(news)
         return call, entries
+
+    def _rules_out_return(self, why: str) -> None:
+        self._returning.rules_out(why)
+
+    def _agree(self, name: str, prepare: Callable[[], Any], act: Callable[[], str]) -> Any:
+        prepared = self._joint_calls.prepare(name, prepare)
+        _, news = self._joint_calls.make(name, lambda _: (), act)
+        return prepared, self._servers.news_of(news)[2]
 
     def _wait(
         self,

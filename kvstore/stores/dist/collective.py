@@ -34,12 +34,13 @@ class JointCalls:
     def __init__(self, servers: Servers, wait: Callable[[Future[Any]], Any]) -> None:
         self._servers = servers
         self._wait = wait
-        self._count = 0
+        self.count = 0
+        """How many calls this worker has made; the same on all workers."""
 
     def begin(self) -> int:
-        """Return the number of the next call, which is the same on all workers."""
-        self._count += 1
-        return self._count
+        """Return the number of the next call."""
+        self.count += 1
+        return self.count
 
     def prepare(self, name: str, act: Callable[[], T]) -> T:
         """Do this rank's own work before the call ``name``; all ranks get its error."""
@@ -50,11 +51,13 @@ class JointCalls:
                 self._wait(self._servers.meet(self.begin(), name, error))
             raise
 
-    def make(self, name: str, act: Callable[[int], Sequence[Key]]) -> tuple[int, bytes]:
+    def make(
+        self, name: str, act: Callable[[int], Sequence[Key]], say: Callable[[], str] = str
+    ) -> tuple[int, bytes]:
         """Wait for all workers, then let the lowest rank ``act``; all ranks get its error.
 
-        ``act`` gets the number of this call and returns the keys that it has deleted. Returns the
-        number and the news for ``Servers.news_of``.
+        ``act`` gets the number of this call and returns the keys that it has deleted; then ``say``
+        returns a text for all ranks. Returns the number and the news for ``Servers.news_of``.
         """
         call = self.begin()
         meeting = self._servers.meet(call, name)
@@ -66,10 +69,11 @@ class JointCalls:
         if news is None:
             try:
                 deleted = act(call)
+                said = say()
             except BaseException as error:
                 self._servers.report(call, error=error)
                 raise
-            news = self._wait(self._servers.report(call, deleted))
+            news = self._wait(self._servers.report(call, deleted, said))
         return call, news
 
     def _withdraw(self, call: int, meeting: Future[bytes | None], error: BaseException) -> None:
@@ -102,6 +106,8 @@ class DistOptimizer:
         """Whether the servers surely have one; this process may not know its class."""
         self.num_calls = 0
         """How many times it was set, by this worker's count."""
+        self.repeats = False
+        """Whether this process repeats calls of a lost one (``returning.py``)."""
 
     @property
     def scope(self) -> str:
@@ -114,7 +120,8 @@ class DistOptimizer:
         self.num_calls += 1
         call = self.num_calls
         pushed = settled(self._pushes.of())
-        done = pushed.then(lambda _: self._servers.set_optimizer(plain, call))
+        repeats = self.repeats
+        done = pushed.then(lambda _: self._servers.set_optimizer(plain, call, may_be_over=repeats))
         return done.map(lambda _: self._note(optimizer))
 
     def _note(self, optimizer: Optimizer | None) -> None:

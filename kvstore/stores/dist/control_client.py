@@ -210,18 +210,25 @@ class Servers:
         return self._ask_directory(DirectoryCall.TOGETHER, body, what).map(arrived)
 
     def report(
-        self, call: int, deleted: Sequence[Key] = (), error: BaseException | None = None
+        self,
+        call: int,
+        deleted: Sequence[Key] = (),
+        said: str = "",
+        error: BaseException | None = None,
     ) -> Future[bytes]:
-        """Report that this rank has carried out a call or failed; the result is the news."""
+        """Report that this rank has carried out a call or failed; the result is the news.
+
+        The news have ``said`` for all ranks.
+        """
         kind, text = ("", "") if error is None else describe(error)
-        body = pack(self._number, call, list(deleted), kind, text)
+        body = pack(self._number, call, list(deleted), said, kind, text)
         return self._ask_directory(DirectoryCall.DONE_TOGETHER, body, "the directory")
 
     @staticmethod
-    def news_of(body: bytes) -> tuple[list[KeyEntry], int]:
-        """Return all keys of the store, and how many times its optimizer was set."""
-        rows, num_optimizer_calls = unpack(body, bytes, int)
-        return unpack_entries(rows), num_optimizer_calls
+    def news_of(body: bytes) -> tuple[list[KeyEntry], int, str]:
+        """Return all keys, how many times the optimizer was set, and what was said."""
+        rows, num_optimizer_calls, said = unpack(body, bytes, int, str)
+        return unpack_entries(rows), num_optimizer_calls, said
 
     # -- compression -------------------------------------------------------------------
 
@@ -248,11 +255,14 @@ class Servers:
 
     # -- optimizers --------------------------------------------------------------------
 
-    def set_optimizer(self, plain: Sequence[Any], call: int) -> Future[None]:
+    def set_optimizer(
+        self, plain: Sequence[Any], call: int, *, may_be_over: bool = False
+    ) -> Future[None]:
         """Set the optimizer if this rank decides, otherwise have the directory compare it.
 
         ``plain`` is the result of ``to_plain``. All servers check the optimizer before any of them
-        changes anything, so either all of them use it or none.
+        changes anything, so either all of them use it or none. With ``may_be_over``, a lost process
+        of this rank may have made the call; then it changes nothing.
         """
         if not self.decides:
             body = pack(self._number, self.mode, call, plain)
@@ -261,25 +271,32 @@ class Servers:
             return asked.map(lambda _: None)
 
         def tell(kind: str, text: str) -> Future[bytes]:
-            body = pack(self._number, self.mode, plain, kind, text)
+            body = pack(self._number, self.mode, call, plain, kind, text)
             return self._ask_directory(DirectoryCall.OPTIMIZER_IS_SET, body, "the directory")
 
         def ask(*, only_check: bool) -> Future[list[Reply]]:
             body = pack(self._number, self._synchronous, only_check, plain)
             return self._ask_all(StoreCall.SET_OPTIMIZER, body)
 
-        asked_all = ask(only_check=True).then(lambda _: ask(only_check=False))
-        # The other ranks wait for this call, so they also get its error.
-        asked_all = asked_all.or_else(lambda error: tell(*describe(error)))
-        return asked_all.then(lambda _: tell("", "")).map(lambda _: None)
+        def set_it() -> Future[None]:
+            asked_all = ask(only_check=True).then(lambda _: ask(only_check=False))
+            # The other ranks wait for this call, so they also get its error.
+            asked_all = asked_all.or_else(lambda error: tell(*describe(error)))
+            return asked_all.then(lambda _: tell("", "")).map(lambda _: None)
+
+        def unless_over(body: bytes) -> Future[None]:
+            is_over = unpack(body, list, int)[1] >= call
+            return completed(None) if is_over else set_it()
+
+        return self._ask_for_optimizer().then(unless_over) if may_be_over else set_it()
 
     def declared_optimizer(self) -> Future[Optimizer | None]:
         """Ask the directory for the optimizer that the deciding rank has set."""
-        return self._ask_for_optimizer().map(_one_optimizer)
+        return self._ask_for_optimizer().map(lambda body: _first(unpack(body, list, int)[0]))
 
     def has_optimizer(self) -> Future[bool]:
         """Ask whether an optimizer is set; this process need not know its class."""
-        return self._ask_for_optimizer().map(lambda body: bool(unpack(body, list)[0]))
+        return self._ask_for_optimizer().map(lambda body: bool(unpack(body, list, int)[0]))
 
     def _ask_for_optimizer(self) -> Future[bytes]:
         body = pack(self._number)
@@ -438,5 +455,9 @@ def _rules(group: Group, entries: Sequence[KeyEntry], coding: DistCompression | 
 
 
 def _one_optimizer(body: bytes) -> Optimizer | None:
-    (found,) = unpack(body, list)
-    return from_plain(found[0]) if found else None
+    return _first(unpack(body, list)[0])
+
+
+def _first(plain: Sequence[Any]) -> Optimizer | None:
+    """Return the optimizer of a list with none or one, in plain form."""
+    return from_plain(plain[0]) if plain else None

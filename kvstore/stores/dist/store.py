@@ -221,6 +221,7 @@ class DistKVStore(DistControl):
     # -- growing tables ----------------------------------------------------------------
 
     def _create_table(self, name: object, dim: object, optimizer: object, **options: Any) -> Table:
+        self._returning.rules_out("it has a growing table")
         return self._tables.create(name, dim, optimizer, **options)
 
     def save_checkpoint(self, directory: Path) -> None:

@@ -235,3 +235,37 @@ def test_a_worker_that_crashes_in_compiled_code_says_where_it_was() -> None:
     assert "PYTHONFAULTHANDLER" not in plan()["server 0"].environment
     chosen = plan(environ={"PYTHONFAULTHANDLER": ""})["worker 0"].environment
     assert "PYTHONFAULTHANDLER" not in chosen
+
+
+def rejoin_of(options: LaunchOptions, environ: dict[str, str] | None = None) -> set[str | None]:
+    """What the processes are told of PS_REJOIN_TIMEOUT."""
+    return {spec.environment.get("PS_REJOIN_TIMEOUT") for spec in plan(options, environ).values()}
+
+
+def test_with_restarts_all_processes_wait_as_long_for_one_in_place_of_a_lost_worker() -> None:
+    restarts = dataclasses.replace(OPTIONS, restarts=1)
+    assert rejoin_of(restarts) == {"60"}
+    assert rejoin_of(OPTIONS) == {None}
+
+
+@pytest.mark.parametrize("chosen", ["0", "5"])
+def test_how_long_the_user_wants_to_wait_for_such_a_process_counts(chosen: str) -> None:
+    restarts = dataclasses.replace(OPTIONS, restarts=1)
+    given = dataclasses.replace(restarts, environment=(("PS_REJOIN_TIMEOUT", chosen),))
+    assert rejoin_of(given) == {chosen}
+    assert rejoin_of(given, {"PS_REJOIN_TIMEOUT": "7"}) == {chosen}
+    assert rejoin_of(restarts, {"PS_REJOIN_TIMEOUT": chosen}) == {None}, "it is inherited"
+    assert base_environment({"PS_REJOIN_TIMEOUT": chosen}) == {"PS_REJOIN_TIMEOUT": chosen}
+
+
+def attempts_of(restarts: int, attempt: int) -> set[str | None]:
+    options = dataclasses.replace(OPTIONS, restarts=restarts)
+    specs = plan(options, facts=dataclasses.replace(FACTS, attempt=attempt))
+    return {spec.environment.get("DMLC_NUM_ATTEMPT") for spec in specs.values()}
+
+
+def test_all_processes_know_the_attempt_in_the_last_one_too() -> None:
+    assert attempts_of(restarts=2, attempt=0) == {"0"}
+    assert attempts_of(restarts=1, attempt=1) == {"1"}
+    assert attempts_of(restarts=0, attempt=2) == {"2"}, "no restart is left"
+    assert attempts_of(restarts=0, attempt=0) == {None}

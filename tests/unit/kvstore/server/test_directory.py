@@ -54,6 +54,7 @@ class Job:
         self._scheduler.add(DIRECTORY_APP, self.directory.handle)
         self._asker = Customers(self._asked, self._commands.append)
         self._rank = 0
+        self._num_optimizer_calls = 0
 
     def _asked(self, node: int, message: Request | Response, frames: Sequence[Any]) -> None:
         assert isinstance(message, Request)
@@ -95,16 +96,19 @@ class Job:
     def together(self, rank: int, call: int, name: str) -> Future[bytes]:
         return self.ask(rank, DirectoryCall.TOGETHER, STORE, "sync", call, name, "", "")
 
-    def done_together(self, rank: int, call: int, *deleted: Key) -> None:
-        asked = self.ask(rank, DirectoryCall.DONE_TOGETHER, STORE, call, list(deleted), "", "")
-        asked.result(0)
+    def done_together(self, rank: int, call: int, *deleted: Key, said: str = "") -> bytes:
+        fields = STORE, call, list(deleted), said, "", ""
+        return self.ask(rank, DirectoryCall.DONE_TOGETHER, *fields).result(0)
 
     def leave(self, rank: int) -> None:
         self.live.remove(rank)
         self.directory.departed()
 
-    def set_optimizer(self, optimizer: Any) -> Future[bytes]:
-        return self.ask(0, DirectoryCall.OPTIMIZER_IS_SET, STORE, "sync", optimizer, "", "")
+    def set_optimizer(self, optimizer: Any, kind: str = "", text: str = "") -> Future[bytes]:
+        """Worker 0's next call has reached all servers, or failed with this error."""
+        self._num_optimizer_calls += 1
+        fields = STORE, "sync", self._num_optimizer_calls, optimizer, kind, text
+        return self.ask(0, DirectoryCall.OPTIMIZER_IS_SET, *fields)
 
     def same_optimizer(self, rank: int, call: int, optimizer: Any) -> Future[bytes]:
         return self.ask(rank, DirectoryCall.SAME_OPTIMIZER, STORE, "sync", call, optimizer)
@@ -347,9 +351,43 @@ def test_the_latest_optimizer_can_be_asked_for() -> None:
     none = job.ask(1, DirectoryCall.OPTIMIZER_OF, STORE).result(0)
     job.set_optimizer(SGD)
     job.set_optimizer(FASTER)
-    (found,) = unpack(job.ask(1, DirectoryCall.OPTIMIZER_OF, STORE).result(0), list)
-    assert unpack(none, list) == [[]]
+    found, _ = unpack(job.ask(1, DirectoryCall.OPTIMIZER_OF, STORE).result(0), list, int)
+    assert unpack(none, list, int) == [[], 0]
     assert from_plain(found[0]) == optimizers.create("sgd", learning_rate=0.5)
+
+
+def test_a_rank_hears_with_the_optimizer_how_many_calls_it_has_decided() -> None:
+    """Another process in its seat can then tell which of them it need not make again."""
+    job = Job(2)
+
+    def decided(rank: int) -> int:
+        body = job.ask(rank, DirectoryCall.OPTIMIZER_OF, STORE).result(0)
+        number: int = unpack(body, list, int)[1]
+        return number
+
+    counts = [decided(0)]
+    job.set_optimizer(SGD)
+    counts.append(decided(0))
+    job.set_optimizer(FASTER, "UsageError", "a key is cut")  # it is over too
+    assert ([*counts, decided(0)], decided(1)) == ([0, 1, 2], 0)
+
+
+# -- joint calls --------------------------------------------------------------------------
+
+
+def test_the_news_have_the_keys_the_count_of_optimizers_and_what_the_deciding_rank_says() -> None:
+    job = Job(2)
+    _, entries = job.declare(0, ("w", SMALL)).result(0)
+    job.initialised(0, "w")
+    job.set_optimizer(SGD)
+    meetings = [job.together(rank, 1, "steps") for rank in (0, 1)]
+    news = job.done_together(0, 1, said="found 4 steps")
+    rows, num_optimizers, said = unpack(news, bytes, int, str)
+    assert (unpack_entries(rows), num_optimizers, said) == (entries, 1, "found 4 steps")
+    assert [unpack(each.result(0), bool, bytes) for each in meetings] == [
+        [True, b""],
+        [False, news],
+    ]
 
 
 # -- a job that lives long ----------------------------------------------------------------

@@ -25,8 +25,7 @@ def could_not_create(job: Job, *keys: str) -> None:
 
 
 def could_not_set(job: Job, optimizer: Any) -> None:
-    fields = (STORE, "sync", optimizer, "UsageError", "a key is cut")
-    job.ask(0, DirectoryCall.OPTIMIZER_IS_SET, *fields).result(0)
+    job.set_optimizer(optimizer, "UsageError", "a key is cut").result(0)
 
 
 def outcomes(futures: Sequence[Future[Any]]) -> list[str]:
@@ -140,7 +139,7 @@ def test_an_optimizer_that_was_set_in_a_meeting_that_failed_is_counted_for_all_r
     job = Job(2)
     arrived = [job.together(rank, 1, "load_checkpoint") for rank in (0, 1)]
     job.set_optimizer(SGD)
-    fields = (STORE, 1, [], "CheckpointError", "the values are damaged")
+    fields = (STORE, 1, [], "", "CheckpointError", "the values are damaged")
     job.ask(0, DirectoryCall.DONE_TOGETHER, *fields).result(0)
     assert outcomes(arrived) == ["done", "CheckpointError"]
     following = job.same_optimizer(1, 1, FASTER)

@@ -57,8 +57,8 @@ class Server:
         )
         self.stores = ServerStores(node, import_errors)
 
-    def ask(self, call: int, *fields: Any, frames: Sequence[Any] = ()) -> Asked:
-        asked = Asked(0, call, pack(*fields), frames)
+    def ask(self, call: int, *fields: Any, frames: Sequence[Any] = (), rank: int = 0) -> Asked:
+        asked = Asked(rank, call, pack(*fields), frames)
         try:
             self.stores.handle(asked.incoming)
         except Exception as error:  # as ``customer.py`` does
@@ -369,14 +369,33 @@ def test_a_command_is_run_and_its_error_comes_back(monkeypatch: pytest.MonkeyPat
     assert isinstance(server.ask(StoreCall.COMMAND, 5, "").error, UsageError)
 
 
+#: STATS and KEPT_STEP have no body. A server keeps that of KEEP_STEP unread; only workers use it.
+UNREAD = {StoreCall.STATS, StoreCall.KEEP_STEP, StoreCall.KEPT_STEP}
+
+
 @pytest.mark.parametrize("call", list(StoreCall))
 @pytest.mark.parametrize("fields", [("nonsense",), (1, 2, 3, 4, 5, 6), (None,) * 3])
 def test_bodies_that_make_no_sense_are_protocol_errors(call: StoreCall, fields: Any) -> None:
     server = Server()
     server.init(part(1))
     asked = server.ask(call, *fields)
-    assert call is StoreCall.STATS or isinstance(asked.error, ProtocolError)
+    assert call in UNREAD or isinstance(asked.error, ProtocolError)
     assert server.read(1)[1] == [[1.0] * 4]
+
+
+def test_what_a_worker_keeps_of_its_step_is_for_another_process_of_this_worker_only() -> None:
+    server = Server()
+
+    def kept(rank: int) -> tuple[bytes, list[Any]]:
+        asked = server.ask(StoreCall.KEPT_STEP, rank=rank)
+        return asked.body, list(asked.frames)
+
+    assert kept(0) == (b"", [])
+    server.ask(StoreCall.KEEP_STEP, 1, 7, "counts", frames=[memoryview(b"state")], rank=0)
+    assert kept(0) == (pack(1, 7, "counts"), [b"state"])
+    assert kept(1) == (b"", [])
+    assert server.ask(StoreCall.KEEP_STEP, 1, 8, "others", rank=0).body == b""
+    assert kept(0) == kept(0) == (pack(1, 8, "others"), [])
 
 
 def test_a_call_that_no_server_knows_is_an_error() -> None:

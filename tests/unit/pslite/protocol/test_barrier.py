@@ -54,10 +54,11 @@ def test_a_barrier_ignores_a_resent_request() -> None:
 
 
 def test_a_request_that_comes_again_after_the_release_leaks_into_no_other_barrier() -> None:
+    """It is answered: another process in the node's seat repeats what the first one did."""
     barriers = make()
     enter(barriers, (A, 1), (B, 1), (C, 1))
     late = enter(barriers, (A, 1), (B, 2), (C, 2))
-    assert late == []
+    assert late == [over(A, GROUP, 1)]
     assert (missing(barriers, GROUP, 1), missing(barriers, GROUP, 2)) == ([], [A])
     assert enter(barriers, (A, 2)) == released(2)
 
@@ -186,7 +187,9 @@ def test_a_failed_barrier_is_forgotten_once_all_who_may_ask_know() -> None:
         late = enter(barriers, (B, round_), (C, round_))
         assert [over.kind for _, over in late] == ["DeadlineError"] * 2
     assert barriers._given_up == {}
-    assert enter(barriers, (C, 5000)) == []  # it was told; its request only came again
+    # It was told. Only another process in its seat asks again, and is let through.
+    assert enter(barriers, (C, 5000)) == [over(C, GROUP, 5000)]
+    assert (barriers._open, barriers._given_up) == ({}, {})
 
 
 def test_a_failed_barrier_does_not_wait_for_those_who_are_gone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from kvstore.launch.job.report import (
     failure_block,
     failures_of,
     may_restart,
+    show_failure,
+    starts_again,
     without_scheduler,
 )
 from kvstore.launch.plan import ProcessSpec
@@ -219,3 +222,70 @@ def test_a_job_that_its_user_has_ended_does_not_start_again() -> None:
     statuses = {WORKER_0: 1, WORKER_1: 1, SERVER: 1, SCHEDULER: 1}
     assert may_restart(report_of(statuses))
     assert not may_restart(report_of(statuses, was_signalled=True))
+
+
+# -- workers that were started again -------------------------------------------------------
+
+
+def after_a_setback(
+    setback: Exit, lines: list[str], exits: list[Exit], logs: dict[int, list[str]]
+) -> list[tuple[int, int]]:
+    """Index and status of all failures; ``setback`` is a worker's first end, with these lines."""
+    before = EndedProcess(SPECS[setback.index], 1, setback, lines)
+    found = [EndedProcess(SPECS[one.index], 2, one, logs.get(one.index, ())) for one in exits]
+    failures, _ = failures_of(found, SPECS, [before])
+    return [(one.exit.index, one.exit.status) for one in failures]
+
+
+def test_the_first_end_of_a_worker_that_got_no_place_is_the_cause() -> None:
+    exits = [ended(SCHEDULER, 1, 4), ended(WORKER_1, 1, 3), ended(WORKER_0, 1, 5)]
+    found = after_a_setback(ended(WORKER_1, -9, 1), [], exits, {WORKER_0: NODE_LOST})
+    assert found == [(WORKER_1, -9), (WORKER_1, 1), (SCHEDULER, 1), (WORKER_0, 1)]
+
+
+def test_it_is_the_cause_although_the_launcher_has_ended_its_second_process() -> None:
+    exits = [ended(SCHEDULER, 1, 2), ended(WORKER_1, -15, 3, stopped=True)]
+    assert after_a_setback(ended(WORKER_1, -9, 1), [], exits, {})[0] == (WORKER_1, -9)
+
+
+def test_a_first_end_that_names_a_lost_node_is_a_consequence() -> None:
+    setback, exits = ended(WORKER_1, 1, 1), [ended(SERVER, -9, 2), ended(WORKER_0, 1, 3)]
+    logs = {WORKER_0: NODE_LOST}
+    found = after_a_setback(setback, NODE_LOST, exits, logs)
+    assert found == [(SERVER, -9), (WORKER_1, 1), (WORKER_0, 1)]
+    assert after_a_setback(setback, ["an error"], exits, logs)[0] == (WORKER_1, 1)
+
+
+def test_the_block_tells_the_first_end_of_a_worker_that_got_no_place(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = EndedProcess(SPECS[WORKER_1], 4711, ended(WORKER_1, -9, 1), ["its words"])
+    second = EndedProcess(SPECS[WORKER_1], 4712, ended(WORKER_1, 1, 2), ["no place"])
+    job = Lifecycle(SPECS, Timing())
+    report = JobReport(job, SPECS, [second], 0.0, setbacks=[first])
+    failures = show_failure(report, Path("/logs"))
+    assert [one.pid for one in failures] == [4711, 4712]
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[2:4] == [
+        "process:  worker 1 (pid 4711)",
+        "ended:    signal SIGKILL, 1.0 s after the start",
+    ]
+    assert "other failures: worker 1 (exit code 1)" in shown
+
+
+@pytest.mark.parametrize(
+    ("status", "place", "reason", "sentence"),
+    [
+        (-9, "", "", "worker 1 (pid 4711) ended with signal SIGKILL: starting it again"),
+        (
+            *(3, "pid 4711 on node2", "evicted"),
+            "worker 1 (pid 4711 on node2) ended with exit code 3 (evicted): starting it again",
+        ),
+    ],
+)
+def test_a_worker_that_is_started_again_is_told_with_its_end(
+    status: int, place: str, reason: str, sentence: str
+) -> None:
+    found = ended(WORKER_1, status, 1)
+    failed = EndedProcess(SPECS[WORKER_1], 4711, found, [], place=place, reason=reason)
+    assert starts_again(failed) == sentence

@@ -18,7 +18,7 @@ class Servers:
 
     def __init__(self) -> None:
         self.meetings: list[tuple[int, str, Future[bytes | None]]] = []
-        self.reports: list[tuple[int, list[Key], BaseException | None]] = []
+        self.reports: list[tuple[int, list[Key], str, BaseException | None]] = []
         self.errors: list[BaseException | None] = []
 
     def meet(
@@ -30,9 +30,13 @@ class Servers:
         return future
 
     def report(
-        self, call: int, deleted: Sequence[Key] = (), error: BaseException | None = None
+        self,
+        call: int,
+        deleted: Sequence[Key] = (),
+        said: str = "",
+        error: BaseException | None = None,
     ) -> Future[bytes]:
-        self.reports.append((call, list(deleted), error))
+        self.reports.append((call, list(deleted), said, error))
         future: Future[bytes] = Future()
         future.set_result(b"our news")
         return future
@@ -65,7 +69,31 @@ def test_who_decides_carries_it_out_and_reports() -> None:
     worker = Worker(lambda meeting: meeting.set_result(None))
     assert worker.calls.make("delete(['a'])", lambda call: ["a", call]) == (1, b"our news")
     assert worker.servers.meetings[0][:2] == (1, "delete(['a'])")
-    assert worker.servers.reports == [(1, ["a", 1], None)]
+    assert worker.servers.reports == [(1, ["a", 1], "", None)]
+
+
+def test_who_decides_says_a_text_to_all_once_it_has_carried_the_call_out() -> None:
+    worker = Worker(lambda meeting: meeting.set_result(None))
+    done: list[Key] = []
+
+    def act(_: int) -> list[Key]:
+        done.append("a")
+        return done
+
+    assert worker.calls.make("steps", act, lambda: f"deleted {done}") == (1, b"our news")
+    assert worker.servers.reports == [(1, ["a"], "deleted ['a']", None)]
+
+
+def test_a_text_that_cannot_be_said_is_a_failure_of_the_call() -> None:
+    worker = Worker(lambda meeting: meeting.set_result(None))
+    error = OSError("no such file")
+
+    def fail() -> str:
+        raise error
+
+    with pytest.raises(OSError, match="no such file"):
+        worker.calls.make("steps", lambda _: (), fail)
+    assert worker.servers.reports == [(1, [], "", error)]
 
 
 def test_the_others_hear_of_it() -> None:
@@ -89,7 +117,7 @@ def test_a_failure_is_reported_to_the_others_and_raised() -> None:
 
     with pytest.raises(OSError, match="no such file"):
         worker.calls.make("load_checkpoint", fail)
-    assert worker.servers.reports == [(1, [], error)]
+    assert worker.servers.reports == [(1, [], "", error)]
 
 
 def test_who_is_interrupted_and_then_turns_out_to_decide_tells_the_others() -> None:
@@ -98,8 +126,8 @@ def test_who_is_interrupted_and_then_turns_out_to_decide_tells_the_others() -> N
         worker.calls.make("delete(['a'])", never)
     assert worker.servers.reports == []
     worker.servers.meetings[0][2].set_result(None)
-    call, deleted, error = worker.servers.reports[0]
-    assert (call, deleted, type(error)) == (1, [], KeyboardInterrupt)
+    call, deleted, said, error = worker.servers.reports[0]
+    assert (call, deleted, said, type(error)) == (1, [], "", KeyboardInterrupt)
 
 
 def test_who_is_interrupted_and_does_not_decide_says_nothing() -> None:

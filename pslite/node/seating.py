@@ -1,0 +1,146 @@
+"""``Seating``: gives the seat of a lost worker to another process (I/O thread).
+
+On the scheduler. ``protocol/succession.py`` decides. This file tells the members, and lets the new
+process join once all of them know it: from then on, nothing that the lost process may still send
+has any effect. So a process that was only stopped can wake up and do no harm. It is told that its
+seat is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from pslite.errors import ConfigError, NodeLostError, told
+from pslite.ids import NodeInfo
+from pslite.node.control import ControlOffice
+from pslite.node.links import Delivery
+from pslite.protocol.succession import Seats, Succession
+from pslite.wire.messages import Members, Refused, Roster, Seated, Vacant, Waiting
+
+#: How often to look at vacant seats and at processes that ask for one.
+_LOOK_INTERVAL_S = 1.0
+
+
+class Seating:
+    """The seats of one job.
+
+    ``end`` declares a node lost for good, with a reason. ``vacated`` and ``seated`` are called
+    after a seat has become vacant or has another process.
+    """
+
+    def __init__(
+        self,
+        office: ControlOffice,
+        end: Callable[[int, str], None],
+        vacated: Callable[[int], None],
+        seated: Callable[[NodeInfo], None],
+    ) -> None:
+        self._office = office
+        self._end = end
+        self._vacated = vacated
+        self._seated = seated
+        self.seats = Seats(office.config.rejoin_timeout_s)
+        self._timer = office.io_queue.timers.new(self._look)
+
+    def begin(self, roster: tuple[NodeInfo, ...], now: float) -> None:
+        """Begin with a complete cluster."""
+        self.seats.begin(roster)
+        if self.seats.wait_s:
+            self._timer.set(now + _LOOK_INTERVAL_S)
+
+    def asked(self, delivery: Delivery, node: NodeInfo, now: float) -> None:
+        """Handle a process that registers after the cluster was complete."""
+        office = self._office
+        reason = self.seats.ask(node, now)
+        if reason is not None or office.error is not None:
+            self._refuse(delivery.peer, reason or "this job has failed")
+            return
+        office.links.know(delivery.peer)
+        office.watch.add(delivery.peer, now, node)
+        self._say_whom_it_awaits(now)
+        self._fill(now)
+
+    def lost(self, node_id: int, reason: str, now: float) -> bool:
+        """Handle the loss of a worker; return whether its seat waits for another process."""
+        office = self._office
+        node = office.membership.node(node_id)
+        if node is None or not self.seats.lost(node_id, reason, now):
+            return False
+        attempt = self.seats.attempt(node_id)
+        if office.membership.vacate(node_id, attempt, reason) is None:
+            return True
+        office.log.info(0, f"{node.title} is lost: {reason}; another process may take its place")
+        office.watch.vacated(node, reason)
+        self._turn_out(node, reason)
+        for member in self._others(node_id):
+            office.send(member.node_id, Vacant(node_id, attempt, reason))
+        self._vacated(node_id)
+        self._fill(now)
+        return True
+
+    def _turn_out(self, node: NodeInfo, reason: str) -> None:
+        """Tell a process that it was declared lost, now or when it wakes up."""
+        text = (
+            f"{node.title} was declared lost ({reason}), and another process may have its place; "
+            "this one must not go on"
+        )
+        refusal = Refused(*told(NodeLostError(text, role=node.role, rank=node.rank)))
+        self._office.links.send_unnumbered(node.uid, refusal)
+        self._office.links.turn_out(node.uid, refusal)
+
+    def _others(self, node_id: int) -> list[NodeInfo]:
+        """Return the present members besides one."""
+        members = self._office.membership.neighbours()
+        return [node for node in members if node.node_id != node_id]
+
+    def _fill(self, now: float) -> None:
+        for succession in self.seats.take():
+            self._seat(succession, now)
+
+    def _seat(self, succession: Succession, now: float) -> None:
+        office, node, before = self._office, succession.node, succession.before
+        office.log.info(0, f"{node.title} takes the place of {before.title}")
+        office.log.learn((node,))
+        office.seat(node, succession.attempt, now)
+        for member in self._others(node.node_id):
+            office.send(member.node_id, Seated((node,), succession.attempt))
+        self._seated(node)
+        office.io_queue.look_after_each_step(partial(self._welcome, node, succession.attempt))
+
+    def _welcome(self, node: NodeInfo, attempt: int) -> bool:
+        """Let a process join once all members know it; return whether that is over."""
+        office, membership = self._office, self._office.membership
+        if office.error is not None or not self.seats.is_welcoming(node.node_id, attempt):
+            return True
+        others = [member.uid for member in self._others(node.node_id)]
+        if not office.links.everything_accepted(others):
+            return False
+        self.seats.welcomed(node.node_id, attempt)
+        office.send(node.node_id, Roster(node.node_id, membership.roster, attempt))
+        gone = membership.gone.values()
+        if gone:
+            ids = tuple(each.node.node_id for each in gone)
+            left = tuple(int(each.left) for each in gone)
+            reasons = tuple(each.reason for each in gone)
+            office.send(node.node_id, Members(membership.epoch, ids, left, reasons))
+        return True
+
+    def _look(self, now: float) -> None:
+        self._timer.set(now + _LOOK_INTERVAL_S if self._office.error is None else math.inf)
+        for node_id, reason in self.seats.overdue(now):
+            self._end(node_id, reason)
+        for uid, reason in self.seats.in_vain(now):
+            self._refuse(uid, reason)
+        self._say_whom_it_awaits(now)
+
+    def _say_whom_it_awaits(self, now: float) -> None:
+        """Tell the processes that ask for a seat for whom they wait; also a sign of life."""
+        for node, since, awaited in self.seats.asking():
+            waiting = Waiting((), (awaited,), now - since)
+            self._office.links.send(node.uid, waiting, (), 0, now)
+
+    def _refuse(self, peer: str, reason: str) -> None:
+        self._office.watch.forget(peer)
+        self._office.links.send_unnumbered(peer, Refused(*told(ConfigError(reason))))

@@ -1,0 +1,202 @@
+"""``Seats``: which process has which place, and which takes a lost one's. Pure.
+
+A seat is a role and a rank. Plans, parts and node ids name seats, so they stay valid when another
+process takes one. The processes of a seat are numbered by attempts, from 0. This is the scheduler's
+table; ``node/seating.py`` tells it what happens and carries out what it returns. With ``wait_s`` 0,
+and in the seats of servers, no process is replaced: a loss ends the job.
+
+===========  ===================================  ================================================
+state        event                                then
+===========  ===================================  ================================================
+TAKEN        its process is lost, and may return  VACANT, or WELCOMING a process that has asked
+TAKEN        its process is lost otherwise        the job ends
+TAKEN        a process asks for the seat          the process waits
+VACANT       a process asks for the seat          WELCOMING this process
+VACANT       none has asked within ``wait_s``     the job ends
+WELCOMING    all members know the process         TAKEN
+WELCOMING    the process is lost                  VACANT, or WELCOMING another one
+===========  ===================================  ================================================
+
+A process may return if it has said so (``MayReturn``): it then has begun a step that another
+process can repeat. If processes of a seat are lost ``MOST_LOSSES`` times before one of them says it
+again, the job ends, since that step cannot succeed.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pslite.ids import NodeInfo, Role
+
+MOST_LOSSES = 3
+"""How many processes of a seat may be lost in one step."""
+
+
+class Standing(enum.Enum):
+    """The state of a seat."""
+
+    TAKEN = enum.auto()
+    VACANT = enum.auto()
+    WELCOMING = enum.auto()
+
+
+@dataclass(slots=True)
+class _Seat:
+    node: NodeInfo
+    """Its process, or the last one."""
+    attempt: int = 0
+    standing: Standing = Standing.TAKEN
+    may_return: bool = False
+    num_losses: int = 0
+    """How many of its processes were lost since one said that it may return."""
+    vacant_since: float = 0.0
+    reason: str = ""
+    """Why its last process was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Succession:
+    """A process takes a seat."""
+
+    node: NodeInfo
+    """Its entry, with the rank of the seat."""
+    attempt: int
+    before: NodeInfo
+    """The entry of the lost process."""
+    reason: str
+    """Why that was lost."""
+
+
+class Seats:
+    """The seats of one job, once it is complete."""
+
+    def __init__(self, wait_s: float) -> None:
+        #: How long a vacant seat waits for a process; 0: a loss ends the job.
+        self.wait_s = wait_s
+        self._seats: dict[int, _Seat] = {}
+        self._num_workers = 0
+        #: The processes that ask for a seat, by uid, with the time, in the order of arrival.
+        self._asking: dict[str, tuple[NodeInfo, float]] = {}
+
+    def begin(self, roster: tuple[NodeInfo, ...]) -> None:
+        """Give the seats of all workers to the first processes."""
+        workers = [node for node in roster if node.role == Role.WORKER.value]
+        self._seats = {node.node_id: _Seat(node) for node in workers}
+        self._num_workers = len(workers)
+
+    def may_return(self, node_id: int, *, yes: bool) -> None:
+        """Note a worker's word on whether another process could go on in its place."""
+        seat = self._seats.get(node_id)
+        if seat is not None:
+            seat.may_return, seat.num_losses = yes, 0
+
+    def left(self, node_id: int) -> None:
+        """Remove the seat of a worker that has said goodbye, or whose loss ends the job."""
+        self._seats.pop(node_id, None)
+
+    def lost(self, node_id: int, reason: str, now: float) -> bool:
+        """Handle a loss; return whether the seat now waits for another process."""
+        seat = self._seats.get(node_id)
+        if seat is None or seat.standing is Standing.VACANT:
+            return seat is not None
+        seat.num_losses += 1
+        if not (self.wait_s and seat.may_return) or seat.num_losses >= MOST_LOSSES:
+            return False
+        seat.standing, seat.vacant_since, seat.reason = Standing.VACANT, now, reason
+        return True
+
+    def verdict(self, node_id: int, reason: str) -> str:
+        """Return the reason for the end of the job, with why no process is awaited."""
+        seat = self._seats.get(node_id)
+        if seat is not None and seat.num_losses >= MOST_LOSSES:
+            return f"{reason}; it was lost {seat.num_losses} times in the same step"
+        return reason
+
+    def ask(self, node: NodeInfo, now: float) -> str | None:
+        """Note that a process asks for a seat; return why it cannot have one, or None."""
+        if not self.wait_s or node.role != Role.WORKER.value:
+            return "this job is complete and does not accept further nodes"
+        if node.rank >= self._num_workers:
+            return f"this job has {self._num_workers} workers, so none has the rank {node.rank}"
+        ranks = [seat.node.rank for seat in self._seats.values()]
+        if not ranks or (node.rank >= 0 and node.rank not in ranks):
+            which = "all workers have" if node.rank < 0 else f"worker {node.rank} has"
+            return f"{which} left this job, so no process can take the place"
+        self._asking[node.uid] = (node, now)
+        return None
+
+    def withdraw(self, uid: str) -> bool:
+        """Forget a process that asks for a seat; return whether it did."""
+        return self._asking.pop(uid, None) is not None
+
+    def asking(self) -> list[tuple[NodeInfo, float, str]]:
+        """Return the waiting processes, since when, and for whom."""
+        return [(node, since, self._awaited(node)) for node, since in self._asking.values()]
+
+    def _awaited(self, node: NodeInfo) -> str:
+        for seat in self._seats.values():
+            if seat.node.rank == node.rank:
+                return f"the end of {seat.node.title}, whose place this process asks for"
+        return "a worker to be lost, whose place this process could take"
+
+    def take(self) -> list[Succession]:
+        """Give vacant seats to the processes that ask for them, first come, first served."""
+        taken = []
+        for uid, (node, _) in list(self._asking.items()):
+            for seat in self._seats.values():
+                is_right = node.rank in (-1, seat.node.rank)
+                if seat.standing is Standing.VACANT and is_right:
+                    del self._asking[uid]
+                    before, seat.node = seat.node, node._replace(rank=seat.node.rank)
+                    seat.attempt += 1
+                    seat.standing = Standing.WELCOMING
+                    taken.append(Succession(seat.node, seat.attempt, before, seat.reason))
+                    break
+        return taken
+
+    def welcomed(self, node_id: int, attempt: int) -> bool:
+        """Note that all members know a process; return whether it has the seat now."""
+        seat = self._seats.get(node_id)
+        if seat is None or (seat.standing, seat.attempt) != (Standing.WELCOMING, attempt):
+            return False
+        seat.standing = Standing.TAKEN
+        return True
+
+    def is_welcoming(self, node_id: int, attempt: int) -> bool:
+        """Return whether the members are being told of this process."""
+        seat = self._seats.get(node_id)
+        return seat is not None and (seat.standing, seat.attempt) == (Standing.WELCOMING, attempt)
+
+    def attempt(self, node_id: int) -> int:
+        """Return the number of a seat's process."""
+        seat = self._seats.get(node_id)
+        return 0 if seat is None else seat.attempt
+
+    def overdue(self, now: float) -> list[tuple[int, str]]:
+        """Return the seats that have been vacant for too long, with reasons."""
+        return [
+            (
+                node_id,
+                f"{seat.reason}; no process has taken its place within {self.wait_s:g} s "
+                "(PS_REJOIN_TIMEOUT)",
+            )
+            for node_id, seat in self._seats.items()
+            if seat.standing is Standing.VACANT and now - seat.vacant_since >= self.wait_s
+        ]
+
+    def in_vain(self, now: float) -> list[tuple[str, str]]:
+        """Return and forget the processes that have asked for too long: (uid, why not)."""
+        late = [
+            (uid, node) for uid, (node, since) in self._asking.items() if now - since >= self.wait_s
+        ]
+        for uid, _ in late:
+            del self._asking[uid]
+        return [
+            (
+                uid,
+                f"no seat became free within {self.wait_s:g} s (PS_REJOIN_TIMEOUT): this process "
+                f"waited for {self._awaited(node)}",
+            )
+            for uid, node in late
+        ]

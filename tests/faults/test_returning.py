@@ -1,0 +1,199 @@
+"""A worker is killed at any instant, and another process takes its place: the bits stay the same.
+
+A failing seed repeats with ``python -m tests.faults.returning SEED 1``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.stores.dist.store import create_dist
+from pslite import Postoffice
+from pslite.errors import ConfigError, NodeLostError
+from pslite.ids import Role
+from pslite.testing.simulator import Simulation
+from tests.faults import returning
+from tests.faults.returning import (
+    MakeScript,
+    Results,
+    async_script,
+    begin,
+    killed_at,
+    returning_of,
+    simulation_of,
+    sync_script,
+    without_kill,
+)
+
+SLOW = pytest.mark.slow(reason="every third instant is always tried")
+
+
+@pytest.mark.parametrize("offset", [0, *(pytest.param(offset, marks=SLOW) for offset in (1, 2))])
+@pytest.mark.parametrize("make", [sync_script, async_script])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_may_be_killed_before_any_step_of_the_simulation(
+    make: MakeScript, rank: int, offset: int
+) -> None:
+    num_steps, expected = without_kill(make)
+    outcomes: Counter[str] = Counter()
+    for at_step in range(1 + offset, num_steps + 1, 3):
+        try:
+            results = killed_at(make, at_step, rank)
+        except NodeLostError:  # it had not begun a step that another process could repeat
+            outcomes["lost"] += 1
+            assert outcomes["the same"] == 0, f"lost at step {at_step}, after its first step"
+        else:
+            assert set(results.values()) == {expected}, f"other bits: killed at step {at_step}"
+            outcomes["the same"] += 1
+    assert outcomes["the same"] > outcomes["lost"] > 0
+
+
+@pytest.mark.parametrize("back_s", [0.0, 30.0])
+def test_it_may_come_back_before_its_loss_is_noticed_or_much_later(back_s: float) -> None:
+    num_steps, expected = without_kill(sync_script)
+    for at_step in range(num_steps // 2, num_steps, 17):
+        results = killed_at(sync_script, at_step, 1, back_s)
+        assert set(results.values()) == {expected}
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=SLOW) for first in range(40, 2000, 40))]
+)
+def test_several_may_be_killed_whatever_the_network_does(first: int) -> None:
+    num_killed = 0
+    for seed in range(first, first + 40):
+        try:
+            num_killed += returning.run(seed)[1]
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert num_killed >= 10
+
+
+# -- a process that was stopped and wakes up ---------------------------------------------
+
+
+def test_a_process_that_wakes_up_after_it_was_replaced_changes_nothing_and_is_told() -> None:
+    _, expected = without_kill(sync_script)
+    simulation = simulation_of(3)
+    results: Results = {}
+    stopped: list[Postoffice] = []
+
+    def stop(node: Postoffice) -> None:
+        stopped.append(node)
+        simulation.pause(node, simulation.now + 40.0)
+        simulation.replace(1, 1.0)
+
+    ran = run_and_stop_worker_1(simulation, results, stop)
+    simulation.until(lambda: stopped[0].error is not None, limit_s=200.0)
+    assert ran == {0, 1}
+    assert set(results.values()) == {expected}
+    error = stopped[0].error
+    assert isinstance(error, NodeLostError)
+    assert "was declared lost" in str(error)
+    assert "another process may have its place; this one must not go on" in str(error)
+
+
+def run_and_stop_worker_1(simulation: Simulation, results: Results, stop: Any) -> set[int]:
+    """Stop worker 1 in the middle of the training, and run to the end."""
+
+    def look() -> None:
+        task = simulation._tasks[1]
+        seats = simulation.scheduler.control._seating.seats  # type: ignore[attr-defined]
+        seat = seats._seats.get(11)
+        if seat is not None and seat.may_return and not task.over:
+            stop(simulation.workers[1])
+        else:
+            simulation.at(simulation.now + 0.001, look)
+
+    simulation.at(0.0, look)
+    simulation.run(sync_script(results))
+    simulation.finish(200.0)
+    return set(results)
+
+
+# -- when nobody can take the place --------------------------------------------------------
+
+
+def test_the_job_ends_with_the_cause_if_no_process_comes_in_time() -> None:
+    simulation = simulation_of(1)
+    num_steps, _ = without_kill(sync_script)
+    one_step, count = simulation._step, 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        if count == num_steps * 2 // 3:
+            simulation.kill(simulation.workers[1])
+        one_step()
+
+    simulation._step = step  # type: ignore[method-assign]
+    with pytest.raises(NodeLostError, match=r"worker 1 \(pid .* is lost: its connection .*; no "):
+        simulation.run(sync_script({}))
+    assert simulation.now == pytest.approx(66.0, abs=4.0)
+
+
+def test_a_step_that_kills_three_processes_ends_the_job() -> None:
+    simulation = simulation_of(1)
+    deaths: list[int] = []
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        keeper = returning_of(node)
+        kept = yield keeper.found
+        yield store.init_async("w", np.zeros(3))
+        yield begin(keeper, keeper.begin_loop(), 0, b"", kept)
+        yield 0.5
+        if node.rank == 1:
+            deaths.append(node.attempt)
+            simulation.restart(node, 0.1)
+            yield 1.0
+        yield store.push_async("w", np.ones(3))
+
+    with pytest.raises(NodeLostError, match="it was lost 3 times in the same step"):
+        simulation.run(script)
+    assert deaths == [0, 1, 2]
+
+
+def test_a_push_before_the_step_is_an_error_in_the_process_that_comes_back() -> None:
+    simulation = simulation_of(1)
+    errors: list[str] = []
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        store = create_dist("dist_async", "dist_async", node=node)
+        keeper = returning_of(node)
+        kept = yield keeper.found
+        yield store.set_optimizer_async(returning.optimizer.create("count"))
+        yield store.init_async("w", np.zeros(3))
+        try:
+            yield store.push_async("w", np.ones(3))
+        except Exception as error:
+            errors.append(str(error))
+            return
+        yield begin(keeper, keeper.begin_loop(), 0, b"", kept)
+        yield 0.5
+        if node.rank == 1:
+            simulation.restart(node, 0.1)
+            yield 1.0
+
+    simulation.run(script)
+    (text,) = errors
+    assert "has not come to its step yet, so it must not push" in text
+
+
+def test_a_process_too_many_is_told_after_a_while_that_no_place_is_free() -> None:
+    simulation = simulation_of(1)
+    simulation.until(lambda: all(node.ready.done() for node in simulation.workers))
+    other = simulation._make(Role.WORKER, 1)
+    simulation.until(other.ready.done, limit_s=100.0)
+    error = other.ready.error()
+    assert isinstance(error, ConfigError)
+    assert "no seat became free within 60 s (PS_REJOIN_TIMEOUT)" in str(error)
+    assert "for the end of worker 1 (pid" in str(error)
+    assert all(node.error is None for node in simulation.workers)

@@ -1,0 +1,182 @@
+"""``make test-kills``: real jobs, in each of which one worker is killed at a random moment.
+
+Each job is a short training on this machine: 2 to 4 workers, 1 or 2 servers, Adam or momentum,
+small keys and one in several parts. Its launcher must end by itself with exit code 0, and all
+workers with the weights of the same job without a kill, bit for bit. In ``dist_async``, each push
+must count exactly once. It takes about four seconds a job::
+
+    python -m tests.kills --jobs 80 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "KILLS_MARK"
+LIMIT_S = 120.0
+
+SCRIPT = """
+import os, time, zlib
+import numpy as np
+import kvstore as mx
+
+kind, name, steps = os.environ["KILLS_KIND"], os.environ["KILLS_OPTIMIZER"], 40
+kv = mx.kvstore.create(kind)
+if kind == "dist_async":
+    kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=-1.0))
+else:
+    momentum = {"momentum": 0.9} if name == "sgd" else {}
+    kv.set_optimizer(mx.optimizer.create(name, learning_rate=0.05, **momentum))
+sizes = {"a": 200_000, "b": 7, "c": 3_000, "d": 1}
+names = list(sizes)
+kv.init(names, [np.zeros(size, np.float32) for size in sizes.values()])
+mine = {"draws": np.random.default_rng(kv.rank), "own": np.ones(3, np.float32)}
+print("begun", flush=True)
+for step in kv.steps(steps, mine):
+    time.sleep(0.02)
+    if kind == "dist_async":
+        kv.push(names, [np.ones(size, np.float32) for size in sizes.values()])
+        continue
+    weights = kv.pull(names)
+    noise = mine["draws"].normal(size=4)
+    grads = [np.sin(w * 77 + n + mine["own"][0]).astype(np.float32) for w, n in zip(weights, noise)]
+    mine["own"] = np.sin(mine["own"] * 13 + weights[2][:3]).astype(np.float32)
+    kv.push("a", grads[0])
+    kv.pushpull(names[1:], grads[1:], out=weights[1:])
+kv.wait()
+kv.barrier()
+weights = kv.pull(names)
+if kind == "dist_async":
+    counted = {float(v) for w in weights for v in (w.min(), w.max())}
+    print("sum", "exact" if counted == {float(steps * kv.num_workers)} else counted, flush=True)
+else:
+    print("sum", zlib.crc32(b"".join(w.tobytes() for w in weights)), flush=True)
+"""
+
+
+class Kind(NamedTuple):
+    """One kind of job."""
+
+    store: str
+    optimizer: str
+    num_workers: int
+    num_servers: int
+
+
+KINDS = [
+    Kind("dist_sync", "sgd", 2, 1),
+    Kind("dist_sync", "adam", 2, 2),
+    Kind("dist_sync", "adam", 4, 2),
+    Kind("dist_async", "sgd", 3, 2),
+]
+
+
+class Outcome(NamedTuple):
+    """How a job has ended."""
+
+    exit_code: int | None
+    """None: it did not end by itself."""
+    sums: tuple[str, ...]
+    how: str
+    text: str
+
+
+def run(kind: Kind, chance: random.Random | None) -> Outcome:
+    """Run one job; kill one of its workers at a moment that ``chance`` chooses, if there is one."""
+    mark = secrets.token_hex(8)
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("PS_")}
+    environment |= {
+        MARK: mark,
+        "PYTHONPATH": str(ROOT),
+        "KILLS_KIND": kind.store,
+        "KILLS_OPTIMIZER": kind.optimizer,
+    }
+    with tempfile.NamedTemporaryFile("w+", suffix=".txt") as output:
+        launcher = subprocess.Popen(
+            [
+                *(sys.executable, str(ROOT / "tools" / "launch.py"), "--restarts", "3"),
+                *("-n", str(kind.num_workers), "-s", str(kind.num_servers)),
+                *(sys.executable, "-c", SCRIPT),
+            ],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        give_up_at = time.monotonic() + LIMIT_S
+        victim = "nobody"
+        if chance is not None:
+            while "begun" not in Path(output.name).read_text() and launcher.poll() is None:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0.0, 1.5))
+            victim = kill_one(mark, chance.randrange(kind.num_workers))
+        try:
+            code = launcher.wait(max(0.0, give_up_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        text = Path(output.name).read_text()
+    how = victim if victim in ("nobody", "too late") else "it had said goodbye"
+    for words, meaning in (
+        ("was replaced", "replaced"),
+        ("the job succeeded after", "the whole job restarted"),
+    ):
+        how = meaning if words in text else how
+    return Outcome(code, tuple(re.findall(r"\] sum (.*)", text)), how, text)
+
+
+def kill_one(mark: str, rank: int) -> str:
+    """Kill the worker with this rank; return its name, or that it had ended."""
+    wanted = {f"{MARK}={mark}".encode(), b"DMLC_ROLE=worker", f"DMLC_TASK_ID={rank}".encode()}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and wanted <= set(
+                (entry / "environ").read_bytes().split(b"\0")
+            ):
+                os.kill(int(entry.name), signal.SIGKILL)
+                return f"worker {rank}"
+        except OSError:
+            continue
+    return "too late"
+
+
+def main() -> int:
+    """Run many jobs; print what became of them. The exit code is 1 if one was not as expected."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=80, help="how many jobs to run")
+    parser.add_argument("--seed", type=int, default=1, help="decides who is killed when")
+    arguments = parser.parse_args()
+    expected = {kind: run(kind, None).sums for kind in KINDS}
+    assert all(len(set(sums)) == 1 for sums in expected.values()), expected
+    outcomes: Counter[str] = Counter()
+    num_wrong = 0
+    for number in range(arguments.jobs):
+        kind = KINDS[number % len(KINDS)]
+        outcome = run(kind, random.Random(arguments.seed * 100_003 + number))
+        outcomes[outcome.how] += 1
+        if outcome.exit_code != 0 or outcome.sums != expected[kind]:
+            num_wrong += 1
+            print(f"job {number}, {kind}: exit code {outcome.exit_code}, {outcome.sums}")
+            print(outcome.text, flush=True)
+    shown = ", ".join(f"{how}: {count}" for how, count in outcomes.most_common())
+    right = f"{arguments.jobs - num_wrong} of {arguments.jobs}"
+    print(f"{right} jobs ended as without a kill ({shown})")
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

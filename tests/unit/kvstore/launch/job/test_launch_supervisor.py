@@ -1,0 +1,166 @@
+"""The supervisor without processes: what it hears of the members, and whom it starts again."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from kvstore.launch.job.lifecycle import Phase, Timing
+from kvstore.launch.job.places import (
+    Ended,
+    Event,
+    IndexedSpecs,
+    Joined,
+    Output,
+    Place,
+    Returned,
+    SchedulerLines,
+    Started,
+)
+from kvstore.launch.job.supervisor import Supervisor
+from kvstore.launch.plan import ProcessSpec
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SchedulerLines, socket.socket]]:
+    here, there = socket.socketpair()
+    with here, there:
+        here.settimeout(5.0)
+        yield SchedulerLines(here), there
+
+
+def after(lines: SchedulerLines, scheduler: socket.socket, data: bytes) -> list[Event] | None:
+    """The events of these bytes, which arrive at once."""
+    scheduler.sendall(data)
+    return lines.read()
+
+
+def test_that_all_have_joined_and_who_returns_are_lines(
+    ends: tuple[SchedulerLines, socket.socket],
+) -> None:
+    assert after(*ends, b"all have joined\n") == [Joined()]
+    assert after(*ends, b"worker 1 has its place again\n") == [Returned(1)]
+    both = b"worker 0 has its place again\nworker 12 has its place again\n"
+    assert after(*ends, both) == [Returned(0), Returned(12)]
+
+
+def test_a_line_counts_when_it_is_complete_whatever_the_pieces(
+    ends: tuple[SchedulerLines, socket.socket],
+) -> None:
+    assert after(*ends, b"all have") == []
+    assert after(*ends, b" joined\nworker 1") == [Joined()]
+    assert after(*ends, b"2 has its place again") == []
+    assert after(*ends, b"\nworker 3 has its place again\nw") == [Returned(12), Returned(3)]
+    assert after(*ends, b"orker 4 has its place again\n") == [Returned(4)]
+
+
+@pytest.mark.parametrize("line", [b"", b"server 1 has its place again", b"worker x is there"])
+def test_other_lines_are_no_events(ends: tuple[SchedulerLines, socket.socket], line: bytes) -> None:
+    assert after(*ends, line + b"\nworker 2 has its place again\n") == [Returned(2)]
+
+
+def test_after_the_scheduler_has_ended_there_are_no_more_lines(
+    ends: tuple[SchedulerLines, socket.socket],
+) -> None:
+    lines, scheduler = ends
+    assert after(lines, scheduler, b"all have joined\nworker 1 has") == [Joined()]
+    scheduler.close()
+    assert lines.read() is None
+
+
+# -- workers that are started again --------------------------------------------------------
+
+WORKER = 1
+SPECS = [
+    ProcessSpec(role, 0, ("x",), {"DMLC_NUM_ATTEMPT": "0", "ROLE": role})
+    for role in ("scheduler", "worker")
+]
+
+
+class Stage(Place):
+    """Starts nothing, and gives each process the next number from 100."""
+
+    can_start_again = True
+
+    def __init__(self) -> None:
+        self.num_started = 0
+        self.again: list[tuple[int, Mapping[str, str]]] = []
+
+    def start(self, specs: IndexedSpecs, variables: Mapping[str, str]) -> list[Event]:
+        first = 100 + self.num_started
+        self.num_started += len(specs)
+        return [Started(index, pid) for pid, (index, _) in enumerate(specs, first)]
+
+    def start_again(self, index: int, spec: ProcessSpec) -> list[Event]:
+        self.again.append((index, spec.environment))
+        return self.start([(index, spec)], {})
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, stage: Stage) -> Iterator[Supervisor]:
+    """The supervisor of a job of a scheduler and a worker that have joined."""
+    supervisor = Supervisor("0123", {}, tmp_path, Timing())
+    supervisor.add_place(stage)
+    supervisor.start([(spec, stage) for spec in SPECS], {}, worker_restarts=2)
+    supervisor._take_in([Joined()])
+    yield supervisor
+    for record in supervisor._records:
+        record.stop_logging()
+
+
+def after_the_pause(supervisor: Supervisor) -> None:
+    job = supervisor._lifecycle
+    assert job is not None and job.due_s is not None
+    supervisor._carry_out(job.tick(job.due_s))
+
+
+def test_a_worker_is_started_again_with_its_variables_and_the_next_attempt(
+    supervisor: Supervisor, stage: Stage, capfd: pytest.CaptureFixture[str]
+) -> None:
+    supervisor._take_in([Ended({WORKER: -9})])
+    after_the_pause(supervisor)
+    supervisor._take_in([Ended({WORKER: 3})])
+    after_the_pause(supervisor)
+    assert stage.again == [
+        (WORKER, {"DMLC_NUM_ATTEMPT": str(attempt), "ROLE": "worker"}) for attempt in (1, 2)
+    ]
+    assert capfd.readouterr().err.splitlines() == [
+        "[launcher] worker 0 (pid 101) ended with signal SIGKILL: starting it again",
+        "[launcher] worker 0 (pid 102) ended with exit code 3: starting it again",
+    ]
+
+
+def test_its_first_process_is_kept_for_the_report_until_another_has_its_place(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    supervisor._take_in([Output(WORKER, True, [b"first"]), Ended({WORKER: -9})])
+    after_the_pause(supervisor)
+    supervisor._take_in([Output(WORKER, True, [b"second"]), Ended({WORKER: 3})])
+    after_the_pause(supervisor)
+    first = supervisor._records[WORKER].setback
+    assert first is not None
+    assert (first.pid, first.exit.status, first.last_lines) == (101, -9, ["first"])
+    assert (tmp_path / "worker-0.log").read_text() == "first\nsecond\n"
+    assert supervisor._lifecycle is not None
+    supervisor._take_in([Returned(0)])
+    assert (supervisor._lifecycle.setbacks, supervisor._lifecycle.num_returned) == ({}, 1)
+
+
+@pytest.mark.parametrize("why", [None, "node1 was lost"])
+def test_where_its_place_cannot_start_it_or_is_gone_its_end_is_final(
+    supervisor: Supervisor, stage: Stage, why: str | None
+) -> None:
+    stage.can_start_again = why is not None
+    supervisor._take_in([Ended({WORKER: 255}, why)])
+    assert supervisor._lifecycle is not None
+    assert supervisor._lifecycle.phase is Phase.FAILING
+    assert supervisor._lifecycle.exits[WORKER].status == 255
+    assert stage.again == []
