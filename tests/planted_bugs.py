@@ -18,12 +18,22 @@ import subprocess
 import sys
 import tempfile
 
-from tests.planted import arithmetic, collective, horovod, optimizers, runtime, stores, structure
+from tests.planted import (
+    arithmetic,
+    collective,
+    horovod,
+    optimizers,
+    returning,
+    runtime,
+    stores,
+    structure,
+)
 from tests.planted.bug import Bug
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BUGS = [
     *runtime.BUGS,
+    *returning.BUGS,
     *collective.BUGS,
     *horovod.BUGS,
     *stores.BUGS,

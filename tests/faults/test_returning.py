@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore import optimizer
 from kvstore.stores.dist.store import create_dist
 from pslite import Postoffice
 from pslite.errors import ConfigError, NodeLostError
@@ -72,6 +73,37 @@ def test_several_may_be_killed_whatever_the_network_does(first: int) -> None:
         except BaseException as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     assert num_killed >= 10
+
+
+def test_a_call_that_is_repeated_changes_nothing() -> None:
+    """Worker 0 sets one optimizer and then another; who repeats its step sets neither."""
+    simulation = simulation_of(1)
+    seen: list[float] = []
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        keeper = returning_of(node)
+        kept = yield keeper.found
+        yield store.init_async("w", np.zeros(1))
+        yield begin(keeper, keeper.begin_loop(), 0, b"", kept)
+        for rate in (0.5, 0.25):
+            if node.rank == 0:
+                yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=rate))
+                if rate == 0.5 and node.attempt:
+                    yield store.push_async("w", np.ones(1))
+        if node.rank == 0 and not node.attempt:
+            yield 0.5
+            simulation.restart(node, 0.1)
+            yield 1.0
+        if node.rank == 1:
+            yield store.push_async("w", np.ones(1))
+        out = np.zeros(1)
+        yield store.pull_async("w", out)
+        seen.append(float(out[0]))
+
+    simulation.run(script)
+    assert seen == [-0.5, -0.5]  # both gradients, at the last rate
 
 
 # -- a process that was stopped and wakes up ---------------------------------------------
@@ -169,7 +201,7 @@ def test_a_push_before_the_step_is_an_error_in_the_process_that_comes_back() -> 
         store = create_dist("dist_async", "dist_async", node=node)
         keeper = returning_of(node)
         kept = yield keeper.found
-        yield store.set_optimizer_async(returning.optimizer.create("count"))
+        yield store.set_optimizer_async(optimizer.create("count"))
         yield store.init_async("w", np.zeros(3))
         try:
             yield store.push_async("w", np.ones(3))

@@ -408,7 +408,7 @@ BUGS = [
     Bug(
         "a job whose workers have succeeded starts again",
         "kvstore/launch/job/report.py",
-        "    return any(one.exit.status != 0 for one in workers)",
+        "    return bool(report.setbacks) or any(one.exit.status != 0 for one in workers)",
         "    return bool(workers)",
         "tests/unit/kvstore/launch/job/test_launch_report.py",
     ),

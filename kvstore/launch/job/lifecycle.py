@@ -217,6 +217,7 @@ class Lifecycle:
         if not is_final and self._may_return(statuses):
             for index in (index for index, status in statuses.items() if status != 0):
                 self.restarts.plan(self.exits.pop(index), now_s)
+            self._settle(False, now_s)
             return []
         failed = any(status != 0 for status in statuses.values())
         # Without a scheduler, no worker that was started again can get its place.
@@ -364,6 +365,8 @@ class Lifecycle:
         if phase is not Phase.RUNNING:
             for end in self.restarts.cancel():
                 self.exits.setdefault(end.index, end)
+            if len(self.exits) == len(self._specs):
+                self.phase, self.deadline_s = Phase.ENDED, None
 
     def _all_ended(self, *, worker: bool) -> bool:
         return all(

@@ -331,7 +331,7 @@ def may_restart(report: JobReport) -> bool:
     if not job.failed or job.unjoined or report.was_signalled:
         return False
     workers = (one for one in report.ended if one.spec.role == "worker")
-    return any(one.exit.status != 0 for one in workers)
+    return bool(report.setbacks) or any(one.exit.status != 0 for one in workers)
 
 
 def show_failure(report: JobReport, log_dir: Path) -> list[EndedProcess]:

@@ -260,7 +260,7 @@ class Supervisor:
             index
             for index, place in enumerate(self._assigned)
             if index not in lifecycle.exits
-            and self._records[index].pid == 0
+            and (self._records[index].pid == 0 or index == event.index)
             and (place is here or here is self.local)
         ]
         self._carry_out(lifecycle.cannot_start(time.monotonic(), unstarted))

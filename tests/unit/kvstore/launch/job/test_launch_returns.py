@@ -205,6 +205,15 @@ def test_a_job_that_fails_meanwhile_counts_the_end_of_a_worker_that_was_to_start
     assert (life.phase, life.due_s) == (Phase.ENDED, None)
 
 
+def test_a_second_start_that_is_given_up_leaves_the_first_end_beside_the_second() -> None:
+    life = job()
+    fail_and_start(life, 1.0)
+    life.exited({WORKER_1: 3}, 10.0)
+    life.exited({SERVER: 1}, 10.1)
+    assert life.exits[WORKER_1] == Exit(WORKER_1, 3, 10.0, 2)
+    assert life.setbacks == {WORKER_1: Exit(WORKER_1, -9, 1.0, 1)}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_meanwhile_gives_up_the_start(number: signal.Signals) -> None:
     life = job()
@@ -303,3 +312,24 @@ def test_then_the_next_start_can_still_be_given_up() -> None:
     assert life.signalled(signal.SIGINT, 2.1) == [signal.SIGINT]
     assert life.exits == {WORKER_1: Exit(WORKER_1, 3, 2.0, 2)}
     assert life.setbacks == {}
+
+
+def test_all_others_may_end_at_once_while_a_worker_is_to_start() -> None:
+    life = job()
+    life.exited({WORKER_1: -9}, 10.0)
+    life.exited({SCHEDULER: 1, SERVER: 1, WORKER_0: 1}, 10.1)
+    assert (life.phase, life.failed, len(life.exits)) == (Phase.ENDED, True, 4)
+
+
+def test_a_worker_whose_program_is_gone_does_not_hold_up_the_end() -> None:
+    life = job()
+    fail_and_start(life, 1.0)
+    life.cannot_start(2.0, [WORKER_1])
+    life.exited({SCHEDULER: -15, SERVER: -15, WORKER_0: -15}, 2.1)
+    assert life.phase is Phase.ENDED
+
+
+def test_a_server_that_ends_alone_together_with_a_worker_that_returns() -> None:
+    life = job()
+    life.exited({SERVER: 0, WORKER_1: -9}, 10.0)
+    assert life.deadline_s == 10.0 + TIMING.service_s

@@ -1,0 +1,120 @@
+"""Bugs of processes that take the place of lost workers."""
+
+from __future__ import annotations
+
+from tests.planted.bug import Bug
+
+INSTANTS = (
+    "tests/faults/test_returning.py::test_a_worker_may_be_killed_before_any_step_of_the_simulation"
+)
+SEEDS = "tests/faults/test_returning.py::test_several_may_be_killed_whatever_the_network_does"
+
+BUGS = [
+    Bug(
+        "a process that comes back counts its pushes from zero",
+        "pslite/plane/worker.py",
+        "self._resumed, self._gate.refuses_pushes = dict(counts), True",
+        "self._resumed, self._gate.refuses_pushes = {}, True",
+        INSTANTS,
+    ),
+    Bug(
+        "a process that comes back pulls the values of a later round",
+        "pslite/plane/unit.py",
+        "if not self.keeps_previous or not self.rounds.knows(rank, after_round + 1):",
+        "if True:",
+        INSTANTS,
+    ),
+    Bug(
+        "the values before the last round are those before the last but one",
+        "kvstore/server/memory.py",
+        "            self.previous[some] = self.weight[some]\n",
+        "            if self.changes % 2:\n"
+        "                self.previous[some] = self.weight[some]\n",
+        INSTANTS,
+    ),
+    Bug(
+        "a step is kept before the pushes of the last one have arrived",
+        "pslite/node/data.py",
+        "has_arrived = plane.everything_sent_before and office.links.everything_accepted(servers)",
+        "has_arrived = True",
+        SEEDS,
+    ),
+    Bug(
+        "the first push of a step does not wait until the step is kept",
+        "pslite/plane/worker.py",
+        "        self._gate.held_back = []\n",
+        "        self._gate.held_back = None\n",
+        INSTANTS,
+    ),
+    Bug(
+        "a process is welcome before the servers know it",
+        "pslite/node/seating.py",
+        "        if not office.links.everything_accepted(others):\n            return False\n",
+        "",
+        SEEDS,
+    ),
+    Bug(
+        "the push of a lost process is answered to the next one without a value",
+        "pslite/plane/unit.py",
+        "self.orphans |= {pair for pair in self.rounds.waiting() if pair[0] == rank}",
+        "self.orphans |= set()",
+        SEEDS,
+    ),
+    Bug(
+        "a push that comes again is not answered",
+        "pslite/plane/unit.py",
+        "            self.orphans.discard((rank, round_))\n            if pull:\n",
+        "            if pull:\n",
+        "tests/unit/pslite/plane/test_plane_returning.py",
+    ),
+    Bug(
+        "a process that comes back numbers its barriers from one",
+        "kvstore/stores/dist/returning.py",
+        "            node.control.set_barriers(kept.barriers)\n",
+        "            node.control.set_barriers({})\n",
+        INSTANTS,
+    ),
+    Bug(
+        "a barrier that is over is not answered again",
+        "pslite/protocol/barrier.py",
+        '            return [(node, BarrierLeave(group, round_, "", ""))]\n        given_up',
+        "            return []\n        given_up",
+        INSTANTS,
+    ),
+    Bug(
+        "a repeated call of the deciding rank counts once more",
+        "kvstore/stores/dist/control_client.py",
+        "is_over = unpack(body, list, int)[1] >= call",
+        "is_over = False",
+        "tests/faults/test_returning.py::test_a_call_that_is_repeated_changes_nothing",
+    ),
+    Bug(
+        "a report about a lost process removes the one in its place",
+        "pslite/node/scheduler.py",
+        "if not is_over and message.attempt == membership.attempts.get(node, 0):",
+        "if not is_over:",
+        SEEDS,
+    ),
+    Bug(
+        "an answer to a lost process reaches the one in its place",
+        "pslite/node/customer.py",
+        "if self._replaced and incoming.attempt != self._replaced[incoming.sender]:",
+        "if False:",
+        "tests/unit/pslite/node/test_turned_out.py",
+    ),
+    Bug(
+        "a process that was replaced goes on without being told",
+        "pslite/node/links.py",
+        "            if refusal is not None:\n",
+        "            if False:\n",
+        "tests/faults/test_returning.py::"
+        "test_a_process_that_wakes_up_after_it_was_replaced_changes_nothing_and_is_told",
+    ),
+    Bug(
+        "a worker that ends well is started again",
+        "kvstore/launch/job/lifecycle.py",
+        "for index in (index for index, status in statuses.items() if status != 0):",
+        "for index in statuses:",
+        "tests/unit/kvstore/launch/job/test_launch_returns.py",
+    ),
+]
