@@ -183,16 +183,16 @@ class ServerStores:
         rows: Formed = taken(found, piece, is_push=is_push)
         return rows
 
-    def answer(self, part: int, wanted: Any) -> Any:
+    def answer(self, part: int, wanted: Any, *, before_last: bool) -> Any:
         """Return copies of the requested rows, since updates may change the originals."""
-        most_bytes = self._node.config.max_message_bytes
+        most_bytes, allocate = self._node.config.max_message_bytes, self._node.buffer
         rows = self._rows.get(part)
         if rows is not None:
-            return rows.answer(wanted, self._node.buffer, most_bytes)
+            return rows.answer(wanted, allocate, most_bytes, before_last=before_last)
         dense = self._parts.get(part)
         if dense is None:
             raise UsageError("the key was deleted")
-        return answer_cut(dense, wanted, self._node.buffer, most_bytes)
+        return answer_cut(dense, wanted, allocate, most_bytes, before_last=before_last)
 
     # -- requests ----------------------------------------------------------------------
 

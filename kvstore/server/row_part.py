@@ -95,8 +95,15 @@ class RowPart(abc.ABC):
             raise ProtocolError(f"a pull of rows of the {self.title} has values")
         return self._wanted(payload)
 
-    def answer(self, wanted: WantedRows, allocate: Allocate, most_bytes: int) -> Any:
-        """Return a frame with the requested values.
+    def answer(
+        self,
+        wanted: WantedRows,
+        allocate: Allocate,
+        most_bytes: int,
+        *,
+        before_last: bool = False,
+    ) -> Any:
+        """Return a frame with the requested values, or those before the last round.
 
         Raises ``ValueMismatchError`` if it would have more than ``most_bytes``.
         """
@@ -104,7 +111,7 @@ class RowPart(abc.ABC):
         memory = allocate(wanted.nbytes)
         rows = memory.view(self.dtype).reshape(len(wanted.ids), self.width)
         with self.lock:
-            self._read(wanted, rows)
+            self._read(wanted, rows, before_last=before_last)
         return memory.data
 
     def _bytes_of(self, payload: RowPayload) -> int:
@@ -130,8 +137,8 @@ class RowPart(abc.ABC):
         """Check the ids of a pull and return its request."""
 
     @abc.abstractmethod
-    def _read(self, wanted: WantedRows, out: RowValues) -> None:
-        """Copy the requested rows to ``out``."""
+    def _read(self, wanted: WantedRows, out: RowValues, *, before_last: bool) -> None:
+        """Copy the requested rows to ``out``, or those before the last round."""
 
     # -- for files: with the lock, on the lane's thread --------------------------------
 

@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.arrays.cpu.sums import Flat, Workspace
 from kvstore.arrays.keys import KeySpec
 from kvstore.errors import OptimizerNotSet
+from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.states import has_master
 from kvstore.protocol.requests import RowPartEntry, bytes_of
 from kvstore.server.memory import Part, StoreState
@@ -29,7 +30,7 @@ from kvstore.server.row_part import (
     not_loading,
     rows_in,
 )
-from kvstore.sparse.ids import Ids
+from kvstore.sparse.ids import Ids, union_of
 from kvstore.sparse.partition import Cut, PartRows, read_part, update_part
 from kvstore.sparse.payload import (
     RowPayload,
@@ -39,7 +40,7 @@ from kvstore.sparse.payload import (
     write_payload,
 )
 from kvstore.sparse.sums import Contribution, RowValues
-from kvstore.sparse.table import RowTable
+from kvstore.sparse.table import RowsBefore, RowTable
 from pslite.errors import ProtocolError
 from pslite.plane import Piece
 
@@ -65,6 +66,8 @@ class KeyPart(RowPart):
         self.table = RowTable(KeySpec((entry.num_rows, entry.width), entry.dtype), is_whole=is_full)
         self.arriving: _Arriving | None = _Arriving(True, False)
         self._workspace = Workspace()
+        #: The rows before the last round, if the store keeps them.
+        self._before: RowsBefore | None = None
 
     def needs_rows(self) -> bool:
         """Return whether first rows must be sent; forget rows from a lost worker."""
@@ -75,15 +78,25 @@ class KeyPart(RowPart):
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
         base = self.store.optimizer  # read once: the I/O thread may set another one
+        optimizer = None if base is None else base.for_key(self.entry.key, self.width)
+        self._keep_before(contributions, optimizer)
         self.table.set_optimizer(base)
-        if base is None:
+        if optimizer is None:
             if self.store.ranks is None:
                 raise OptimizerNotSet(NO_OPTIMIZER)
             self.table.replace(contributions, self._workspace)
             return
-        base.check_dtype(self.dtype)
-        optimizer = base.for_key(self.entry.key, self.width)
+        optimizer.check_dtype(self.dtype)
         self.table.update(contributions, optimizer, self._workspace)
+
+    def _keep_before(
+        self, contributions: Sequence[Contribution], optimizer: Optimizer | None
+    ) -> None:
+        """Keep the rows that a round may change, if the store keeps them."""
+        if self.store.keeps_previous and self.store.ranks is not None:
+            is_lazy = optimizer is not None and optimizer.is_lazy("row_sparse")
+            touched = union_of([each.ids for each in contributions]) if is_lazy else None
+            self._before = RowsBefore(self.table, touched)
 
     def _pushed_ids(self, payload: RowPayload) -> Ids:
         if payload.kind is RowPayloadKind.ALL and payload.num_rows == self.entry.num_rows:
@@ -106,13 +119,24 @@ class KeyPart(RowPart):
             )
         return WantedRows(payload.kind, payload.ids, 0, held)
 
-    def _read(self, wanted: WantedRows, out: RowValues) -> None:
-        self.table.read(wanted.ids, out)
+    def _read(self, wanted: WantedRows, out: RowValues, *, before_last: bool) -> None:
+        self._rows(before_last).read(wanted.ids, out)
 
-    def answer(self, wanted: WantedRows, allocate: Allocate, most_bytes: int) -> Any:
+    def _rows(self, before_last: bool) -> RowTable | RowsBefore:
+        return self._before if before_last and self._before is not None else self.table
+
+    def answer(
+        self,
+        wanted: WantedRows,
+        allocate: Allocate,
+        most_bytes: int,
+        *,
+        before_last: bool = False,
+    ) -> Any:
         if wanted.kind is RowPayloadKind.WANTED:
-            return super().answer(wanted, allocate, most_bytes)
-        ids, num_rows = self.table.ids(), self.entry.num_rows
+            return super().answer(wanted, allocate, most_bytes, before_last=before_last)
+        rows = self._rows(before_last)
+        ids, num_rows = rows.ids(), self.entry.num_rows
         # At the end, do not search for the stop of all rows, which may be 2**63.
         is_last = wanted.held.stop == num_rows
         high = len(ids) if is_last else np.searchsorted(ids, wanted.held.stop)
@@ -124,7 +148,7 @@ class KeyPart(RowPart):
         memory = allocate(nbytes)
         kind, named = (RowPayloadKind.ALL, ids[:0]) if is_all else (RowPayloadKind.ROWS, ids)
         place = write_payload(memory, kind, len(ids), self.width, 0, named, id_bytes)
-        self.table.read(ids, place.view(self.dtype).reshape(len(ids), self.width))
+        rows.read(ids, place.view(self.dtype).reshape(len(ids), self.width))
         return memory.data
 
     # -- for files ---------------------------------------------------------------------
@@ -147,6 +171,7 @@ class KeyPart(RowPart):
                 f"expected one field (whether values follow) for the {self.title}, got {fields}"
             )
         self.arriving = _Arriving(fields[0], True)
+        self._before = None
         self.table.begin_afresh(keeps_values=not fields[0])
         self.table.set_optimizer(self.store.optimizer)
 
@@ -245,6 +270,7 @@ def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
         base.check_dtype(dtype)
         optimizer = base.for_key(part.entry.key, part.entry.width)
     states = part.state(base)
+    arena.keep_previous(slice(part.start, part.stop))
     arena.changes += 1
     update_part(
         cuts.pop(),
@@ -258,13 +284,25 @@ def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
     part.count += 1
 
 
-def answer_cut(part: Part, wanted: WantedCut, allocate: Allocate, most_bytes: int) -> Any:
+def answer_cut(
+    part: Part,
+    wanted: WantedCut,
+    allocate: Allocate,
+    most_bytes: int,
+    *,
+    before_last: bool = False,
+) -> Any:
     """Return a frame with the requested rows of a part of a dense key.
+
+    With ``before_last``, they are those before the last round.
 
     Raises ``ValueMismatchError`` if it would have more than ``most_bytes``.
     """
     check_fits(part.title, len(wanted.ids), wanted.nbytes, most_bytes)
     memory = allocate(wanted.nbytes)
     out: Flat = memory.view(part.entry.dtype)
-    read_part(wanted.cut, part.weight, wanted.ids, out)
+    weight = part.weight
+    if before_last and part.arena.previous is not None:
+        weight = part.arena.previous[part.start : part.stop]
+    read_part(wanted.cut, weight, wanted.ids, out)
     return memory.data

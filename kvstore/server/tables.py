@@ -20,7 +20,7 @@ from kvstore.sparse.sums import Contribution, RowValues
 from kvstore.sparse.tables.ages import MOST_TIME, stamp_at
 from kvstore.sparse.tables.settings import checked_lines, lineage_from_plain, lineage_to_plain
 from kvstore.sparse.tables.shard import TableShare
-from pslite.errors import ProtocolError, unexpected
+from pslite.errors import ProtocolError, UsageError, unexpected
 
 MOST_MARKS = 2**31 - 2
 """Marks are kept in 32 bits."""
@@ -53,7 +53,9 @@ class TablePart(RowPart):
         # The worker may use its memory again while the pull waits for a round.
         return WantedRows(payload.kind, payload.ids.copy(), self._bytes_of(payload))
 
-    def _read(self, wanted: WantedRows, out: RowValues) -> None:
+    def _read(self, wanted: WantedRows, out: RowValues, *, before_last: bool) -> None:
+        if before_last:  # no worker that uses a table is replaced
+            raise UsageError(f"the rows of {self.title} before the last round are not kept")
         self.share.pull(wanted.ids, out, touches=wanted.kind is RowPayloadKind.WANTED)
 
     # -- the table as a whole: with the lock, on the lane's thread ---------------------

@@ -88,6 +88,10 @@ class RowTable(RowMemory):
         places, _ = self._places.look_up(ids)
         return [state[places] for state in self.states]
 
+    def absent(self, ids: Ids) -> Ids:
+        """Return those of these ids that have no row."""
+        return self._places.absent(ids)
+
     def dense(self) -> RowValues:
         """Return all rows, as the table's own memory (direct) or as a new array."""
         if isinstance(self._places, _Direct):
@@ -176,6 +180,41 @@ class RowTable(RowMemory):
         )
 
 
+class RowsBefore:
+    """The rows of a table before an update, for readers that are one update behind.
+
+    It keeps what the update may change, and reads the rest from the table.
+    """
+
+    def __init__(self, table: RowTable, ids: Ids | None) -> None:
+        """Keep the rows with these sorted ids; None: all rows present."""
+        self._table = table
+        self._has_all = ids is None
+        self._ids = table.ids().copy() if ids is None else ids
+        self._values = table.read(self._ids)
+        self._absent = self._ids[:0] if ids is None else table.absent(ids)
+
+    def ids(self) -> Ids:
+        """Return the sorted ids of the rows that were present."""
+        if self._has_all:
+            return self._ids
+        now = self._table.ids()
+        return now[~np.isin(now, self._absent, assume_unique=True)]
+
+    def read(self, ids: Ids, out: RowValues) -> RowValues:
+        """Return copies of the rows ``ids`` in ``out``; see ``RowTable.read``."""
+        self._table.read(ids, out)
+        if not len(self._ids):
+            is_kept = np.zeros(len(ids), np.bool_)
+        else:
+            at = np.searchsorted(self._ids, ids)
+            is_kept = self._ids.take(at, mode="clip") == ids
+            out[is_kept] = self._values[at[is_kept]]
+        if self._has_all:
+            out[~is_kept] = 0
+        return out
+
+
 class _Direct:
     """Places that are equal to the ids."""
 
@@ -196,6 +235,9 @@ class _Direct:
         if self._is_used is None:
             return np.arange(self.num_places)
         return np.flatnonzero(self._is_used)
+
+    def absent(self, ids: Ids) -> Ids:
+        return ids[:0] if self._is_used is None else ids[~self._is_used[ids]]
 
     def held(self) -> Ids | None:
         """Return the sorted places that hold rows; None if all do."""
@@ -251,6 +293,10 @@ class _Indexed:
 
     def ids(self) -> Ids:
         return self._ids
+
+    def absent(self, ids: Ids) -> Ids:
+        _, absent = self.look_up(ids)
+        return ids[:0] if absent is None else ids[absent]
 
     def held(self) -> None:
         """Return None: all places hold rows."""

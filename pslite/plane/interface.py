@@ -143,8 +143,11 @@ class ServerApp(Protocol):
         Raises as ``take`` does. It must be quick, because all later messages wait for it.
         """
 
-    def answer(self, part: int, wanted: Any) -> Buffer:
-        """Return the answer to the pull ``wanted`` of a part; the frame must not change."""
+    def answer(self, part: int, wanted: Any, *, before_last: bool) -> Buffer:
+        """Return the answer to the pull ``wanted`` of a part; the frame must not change.
+
+        With ``before_last``, it has the values before the last round, as in ``read_again``.
+        """
 
 
 class Send(NamedTuple):

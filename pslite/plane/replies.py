@@ -38,6 +38,8 @@ class Value(NamedTuple):
     version: int
     wanted: Formed | None = None
     """The request of a pull in the app's own form; None for a plain value."""
+    before_last: bool = False
+    """Whether that pull gets the values before the last round."""
 
 
 class Replies:
@@ -100,7 +102,8 @@ def _answers(
         made: list[Buffer] = []
         if entry.wanted is not None:
             try:
-                made = [app.answer(entry.parts[0], entry.wanted)]
+                is_before = entry.before_last
+                made = [app.answer(entry.parts[0], entry.wanted, before_last=is_before)]
             except Exception as error:
                 yield Send(rank, _failure(False, True, entry.parts, (entry.round,), error))
                 continue
@@ -127,7 +130,7 @@ def _answer(
 ) -> Send:
     """Make one message; ``frames`` hold answers in the app's own forms, if any."""
     if len(entries) == 1:
-        parts, sizes, round_, version, _ = entries[0]
+        parts, sizes, round_, version, *_ = entries[0]
         rounds, versions = (round_,) * len(parts), (version,) * len(parts)
     else:
         parts = tuple(chain.from_iterable(entry.parts for entry in entries))

@@ -149,9 +149,10 @@ class Unit:
             replies.fail(rank, pushed, True, refused[0], parts, after_round)
         elif self.rounds.readable(rank, after_round):
             source = self._source(rank, after_round)
-            version = self.rounds.version - (source is Source.BEFORE_LAST)
-            value = Value(parts, sizes, after_round, version, wanted)
-            if source is Source.NONE or (wanted is not None and source is not Source.CURRENT):
+            is_before = source is Source.BEFORE_LAST
+            version = self.rounds.version - is_before
+            value = Value(parts, sizes, after_round, version, wanted, is_before)
+            if source is Source.NONE:
                 error = UsageError(
                     f"the values after round {after_round} are no longer there, in round {version}:"
                     " a process that takes the place of a lost worker cannot repeat this step"

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import optimizer
+from kvstore import RowSparseArray, optimizer
 from kvstore.server import install
+from kvstore.stores.arguments_sparse import check_wanted
 from kvstore.stores.dist.returning import Returning, returning_of
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP, Postoffice
@@ -28,6 +29,50 @@ KEYS = {"large": 60, "small": 3, "other": 5}
 
 Results = dict[int, bytes]
 """Rank -> the bytes of the weights that it sees at the end."""
+
+
+def rows_script(results: Results, kind: str = "lazy", steps: int = STEPS) -> Script:
+    """The same with a row-sparse key, and with rows of a dense key.
+
+    With "lazy" a round changes the pushed rows alone; with "all" all rows; with "sum" it replaces
+    them, as there is no optimizer.
+    """
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        keeper = returning_of(node)
+        kept = yield keeper.found
+        if kind != "sum":
+            chosen = optimizer.create("adam", learning_rate=0.1, lazy_update=kind == "lazy")
+            yield store.set_optimizer_async(chosen)
+        names, shape = ["rows", "dense"], (12, 3)
+        first = RowSparseArray(np.arange(0, 12, 3), np.ones((4, 3), np.float32), shape)
+        yield store.init_async(names, [first, np.ones(shape, np.float32)])
+        loop = keeper.begin_loop()
+        for step in range(kept.step if kept else 0, steps + 1):
+            begun = begin(keeper, loop, step, b"", kept)
+            if step == steps:
+                break
+            held, dense = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+            ids = np.unique((np.arange(3) * 5 + step + 2 * node.rank) % 12)
+            yield store.pull_async(names, [held, dense])
+            seen = [held[ids], dense[ids]]
+            for name in names:
+                wanted, _ = check_wanted(store._table.spec, name, None, ids)
+                pulled = store._rows.pull_rows(wanted, 0)
+                yield gather([operation.future for operation in pulled.operations])
+                pulled.finish()
+                seen.append(pulled.results[0].values)
+            gradient = np.sin(sum(each * 77 for each in seen) + step + node.rank)
+            pushed = RowSparseArray(ids, gradient.astype(np.float32), shape)
+            yield gather([store.push_async(name, pushed) for name in names])
+            yield begun
+        held, dense = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        yield store.pull_async(names, [held, dense])
+        results[node.rank] = held.tobytes() + dense.tobytes()
+
+    return script
 
 
 def sync_script(results: Results, steps: int = STEPS) -> Script:

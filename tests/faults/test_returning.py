@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,21 @@ from tests.faults.returning import (
     begin,
     killed_at,
     returning_of,
+    rows_script,
     simulation_of,
     sync_script,
     without_kill,
 )
 
 SLOW = pytest.mark.slow(reason="every third instant is always tried")
+ROWS = [
+    pytest.param(partial(rows_script, kind=kind), id=f"rows_{kind}")
+    for kind in ("lazy", "all", "sum")
+]
 
 
 @pytest.mark.parametrize("offset", [0, *(pytest.param(offset, marks=SLOW) for offset in (1, 2))])
-@pytest.mark.parametrize("make", [sync_script, async_script])
+@pytest.mark.parametrize("make", [sync_script, async_script, *ROWS])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_may_be_killed_before_any_step_of_the_simulation(
     make: MakeScript, rank: int, offset: int

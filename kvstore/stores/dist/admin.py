@@ -404,8 +404,6 @@ class DistControl(KVStore):
     def _add(self, entries: Sequence[KeyEntry]) -> None:
         self._exchange.add(entries)
         row_sparse = [entry.key for entry in entries if entry.is_row_sparse]
-        if row_sparse:
-            self._returning.rules_out(f"the key {row_sparse[0]!r} is row-sparse")
         self._table.add({entry.key: entry.spec for entry in entries}, row_sparse)
 
     def _settle(self) -> None:

@@ -49,7 +49,7 @@ class FormApp(CountingApp):
             raise ProtocolError("-1 is no number")
         return found
 
-    def answer(self, part: int, wanted: Any) -> bytes:
+    def answer(self, part: int, wanted: Any, *, before_last: bool) -> bytes:
         return counts(*[number for number in self.lists[part] if number > wanted[0]])
 
     def apply(self, jobs: Sequence[Job]) -> list[Outcome]:

@@ -28,7 +28,7 @@ from plane_helpers import (
 )
 
 from pslite.errors import NodeLostError, UsageError
-from pslite.plane import Effect, Job, Outcome, Piece, ServerPlane, WorkerPlane
+from pslite.plane import Effect, Job, Outcome, Piece, Send, ServerPlane, WorkerPlane
 from pslite.plane.interface import Row
 from pslite.plane.unit import Unit, joined
 from pslite.protocol.rounds import SyncRounds
@@ -392,13 +392,13 @@ def test_parts_of_one_unit_that_are_read_again_come_in_one_answer() -> None:
     assert (sent_values(effects), app.again) == ({0: [(8,), (8,)]}, [((1, 2), True)])
 
 
-def test_a_pull_in_a_form_of_the_app_gets_no_earlier_values() -> None:
+def test_a_pull_in_a_form_of_the_app_says_which_values_it_gets() -> None:
     class FormApp(KeepingApp):
         def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Any:
             return piece.frame
 
-        def answer(self, part: int, wanted: Any) -> bytes:
-            return b"now"
+        def answer(self, part: int, wanted: Any, *, before_last: bool) -> bytes:
+            return b"before" if before_last else b"now"
 
     app = FormApp()
     plane = ServerPlane(
@@ -412,9 +412,12 @@ def test_a_pull_in_a_form_of_the_app_gets_no_earlier_values() -> None:
         message = Exchange(False, True, (1,), (after_round,), (3,), 7)
         return plane.exchange(1, 1, message, [b"ask"])
 
-    assert "the values after round 1 are no longer there" in failure(formed(1)).error
-    ((_, now),) = answers(formed(2))
-    assert isinstance(now, Answer)
+    assert "the values after round 0 are no longer there" in failure(formed(0)).error
+    for after_round, version, frame in ((1, 1, b"before"), (2, 2, b"now")):
+        (send,) = formed(after_round)
+        assert isinstance(send, Send)
+        assert isinstance(send.message, Answer)
+        assert (send.message.versions, list(send.frames)) == ((version,), [frame])
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
