@@ -1,9 +1,9 @@
 """``make test-kills``: real jobs, in each of which one worker is killed at a random moment.
 
 Each job is a short training on this machine: 2 to 4 workers, 1 or 2 servers, Adam or momentum,
-small keys, one in several parts, and rows. Its launcher must end by itself with exit code 0, and all
-workers with the weights of the same job without a kill, bit for bit. In ``dist_async``, each push
-must count exactly once. It takes about four seconds a job::
+small keys, one in several parts, and rows. Its launcher must end by itself with exit code 0, and
+all workers with the weights of the same job without a kill, bit for bit. In ``dist_async``, each
+push must count exactly once. It takes about four seconds a job::
 
     python -m tests.kills --jobs 80 --seed 1
 """

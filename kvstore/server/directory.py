@@ -309,7 +309,7 @@ class Directory:
         number, mode, call, name, kind, text = unpack(incoming.body, int, str, int, str, str, str)
         store = self._stores.setdefault(number, _Store(mode))
         if store.joint_calls.is_over(call):  # another process repeats it for a lost worker
-            incoming.respond(pack(False, _news(store)))
+            incoming.respond(pack(False, _news(store, store.joint_calls.said(call))))
             return
         store.optimizers.joint_call_begins()
         error = rebuild(kind, text) if kind else None
@@ -327,7 +327,7 @@ class Directory:
         others = set(self._live_ranks()) - {rank_of(incoming.sender)}
         store.optimizers.joint_call_ended(failed=error is not None, others=others)
         news = _news(store, said)
-        what = store.joint_calls.done(call, news, error)
+        what = store.joint_calls.done(call, news, error, said)
         if what == CLOSING and error is None:
             del self._stores[number]
             for waiting in [entry.incoming for entry in store.waiting]:

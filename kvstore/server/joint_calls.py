@@ -16,6 +16,9 @@ from pslite.errors import UsageError
 from pslite.ids import rank_of
 from pslite.node.customer import Incoming
 
+_MOST_SAID = 16
+"""How many texts are remembered, for a process that repeats the call of a lost one."""
+
 
 @dataclass(slots=True)
 class _JointCall:
@@ -43,6 +46,12 @@ class JointCallCoordinator:
         #: The highest number of a call that is over. Only calls without waiting callers may have a
         #: lower number and be open.
         self._last = 0
+        #: What was said in the last calls, by their numbers.
+        self._said: dict[int, str] = {}
+
+    def said(self, call: int) -> str:
+        """Return the text of a call that is over; empty if it is forgotten."""
+        return self._said.get(call, "")
 
     def is_over(self, call: int) -> bool:
         """Return whether a call has ended for all ranks."""
@@ -92,8 +101,15 @@ class JointCallCoordinator:
                 joint_call.error = joint_call.error or error
                 self._look_at(call, joint_call, live)
 
-    def done(self, call: int, news: bytes, error: BaseException | None) -> str:
-        """Record that the deciding rank has finished or failed; return the call's name."""
+    def done(self, call: int, news: bytes, error: BaseException | None, said: str = "") -> str:
+        """Record that the deciding rank has finished or failed; return the call's name.
+
+        ``said`` is the text for all ranks, which the news have.
+        """
+        if said:
+            self._said[call] = said
+            if len(self._said) > _MOST_SAID:
+                del self._said[next(iter(self._said))]
         joint_call = self._open.pop(call, None)
         self._last = max(self._last, call)
         if joint_call is None:

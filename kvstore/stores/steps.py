@@ -38,7 +38,7 @@ from kvstore.errors import (
 )
 from kvstore.stores.plugin import Path
 from pslite.errors import PSError
-from pslite.future import Future, completed
+from pslite.future import Future
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +50,12 @@ class StepKeeper(Protocol):
     def found(self) -> Future[Any]:
         """Completes with the step that this process has to repeat, or None."""
 
+    @property
+    def keeping(self) -> Future[None]:
+        """Completes when the step that was begun last is kept."""
+
     def begin_loop(self) -> int: ...
+    def end_step(self) -> None: ...
     def keep(self, loop: int, step: int, state: bytes) -> Future[None]: ...
     def repeat(self, kept: Any) -> None: ...
     def has_repeated(self) -> None: ...
@@ -71,6 +76,7 @@ class SavesSteps(Protocol):
     def save_checkpoint(self, directory: Path) -> None: ...
     def load_checkpoint(self, directory: Path) -> None: ...
     def _wait(self, future: Future[Any]) -> Any: ...
+    def _learn_keys(self) -> None: ...
     def _agree(self, name: str, prepare: Callable[[], Any], act: Callable[[], str]) -> Any: ...
 
 
@@ -101,7 +107,6 @@ class Steps(Iterator[int]):
         self._every = int(every)
         self._directory = None if checkpoint is None else checked_path(checkpoint)
         self._keeper = store._keeper
-        self._keeping: Future[None] = completed(None)
         self._loop = 0 if self._keeper is None else self._keeper.begin_loop()
         #: The step that this process repeats in place of a lost one, until it has begun.
         self._repeated = None if self._keeper is None else store._wait(self._keeper.found)
@@ -120,6 +125,7 @@ class Steps(Iterator[int]):
             self._is_within = False
             self._num_done += 1
             if self._keeper is not None:
+                self._keeper.end_step()
                 self._keeper.has_repeated()
             is_last = self._num_done == self._stop
             if self._directory and (is_last or self._num_done % self._every == 0):
@@ -127,6 +133,8 @@ class Steps(Iterator[int]):
         if self._keeper is not None:
             self._keep(self._keeper)
         if self._num_done >= self._stop:
+            if self._keeper is not None:
+                self._keeper.end_step()
             raise StopIteration
         self._is_within = True
         return self._num_done
@@ -144,9 +152,10 @@ class Steps(Iterator[int]):
         """Keep what the next step begins with, or begin the one that was kept."""
         if self._repeated is None:
             state = b"" if self._state is None else state_to_bytes(self._state.state_dict())
-            self._store._wait(self._keeping)
-            self._keeping = keeper.keep(self._loop, self._num_done, state)
+            self._store._wait(keeper.keeping)
+            keeper.keep(self._loop, self._num_done, state)
         elif self._loop == self._repeated.loop:
+            self._store._learn_keys()
             keeper.repeat(self._repeated)
             self._repeated = None
 

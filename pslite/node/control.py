@@ -61,6 +61,8 @@ class NodeControl(abc.ABC):
         self._listeners: Iterable[str] = (SCHEDULER,)
         self._barrier_rounds: Counter[int] = Counter()
         self._loss_reports = LossReports()
+        #: Whether another process can never go on in this one's place.
+        self._never_returns = False
         self.on_seated: list[Callable[[NodeInfo], None]] = []
 
     # -- gathering ---------------------------------------------------------------------
@@ -101,6 +103,9 @@ class NodeControl(abc.ABC):
 
     def say_whether_to_return(self, yes: bool) -> None:
         office = self._office
+        if self._never_returns:
+            return
+        self._never_returns = not yes
         office.io_queue.call(lambda: office.send(SCHEDULER_ID, MayReturn(yes)))
 
     # -- who is gone -------------------------------------------------------------------

@@ -64,6 +64,8 @@ class MemberControl(NodeControl):
         self._leaving = False
         #: Workers that, as the scheduler says, have left, but whose own goodbye is in flight.
         self._goodbyes: set[str] = set()
+        #: Workers that this server has lost, with reasons, until the scheduler has decided.
+        self._reported: dict[int, str] = {}
 
     # -- joining -----------------------------------------------------------------------
 
@@ -234,6 +236,7 @@ class MemberControl(NodeControl):
         if is_worker and office.config.rejoin_timeout_s and self._can_ask_scheduler():
             # Another process may take its place. The scheduler decides that.
             attempt = office.membership.attempts.get(node, 0)
+            self._reported[node] = reason
             office.send(SCHEDULER_ID, Vacant(node, attempt, reason))
             return
         # A failed node knows the cause, and must not wait for a dead node to accept messages.
@@ -247,6 +250,7 @@ class MemberControl(NodeControl):
     def _vacated(self, message: Vacant) -> None:
         """Stop using the process of a lost worker; its seat waits for another one."""
         office = self._office
+        self._reported.pop(message.node, None)
         node = office.membership.vacate(message.node, message.attempt, message.reason)
         if node is not None:
             text = f"{node.title} is lost: {message.reason}; another process may take its place"
@@ -256,6 +260,7 @@ class MemberControl(NodeControl):
     def _seated(self, node: NodeInfo, attempt: int, now: float) -> None:
         """Go on with another process in the seat of a lost worker."""
         office = self._office
+        self._reported.pop(node.node_id, None)
         office.log.learn((node,))
         before = office.seat(node, attempt, now)
         if before is not None:
@@ -356,6 +361,9 @@ class MemberControl(NodeControl):
             self._warning.set(self._office.clock() + _WARN_AFTER_S)
         self._end_barriers(error)
         self._believe()
+        for node, reason in {**self._reported, **self._office.membership.vacant}.items():
+            text = f"{reason}; without the scheduler, no other process can take its place"
+            self._depart(node, left=False, reason=text)
 
     # -- the end -----------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Control(Protocol):
     def say_whether_to_return(self, yes: bool) -> None:
         """Tell the scheduler whether another process could go on in this one's place.
 
-        From any thread.
+        After a no, nothing changes that. From any thread.
         """
 
     def say_goodbye(self) -> None:

@@ -53,9 +53,9 @@ class Seating:
     def asked(self, delivery: Delivery, node: NodeInfo, now: float) -> None:
         """Handle a process that registers after the cluster was complete."""
         office = self._office
-        reason = self.seats.ask(node, now)
-        if reason is not None or office.error is not None:
-            self._refuse(delivery.peer, reason or "this job has failed")
+        reason = "this job has failed" if office.error else self.seats.ask(node, now)
+        if reason is not None:
+            self._refuse(delivery.peer, reason)
             return
         office.links.know(delivery.peer)
         office.watch.add(delivery.peer, now, node)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pslite.errors import DeadlineError
+from pslite.errors import DeadlineError, UsageError
 from pslite.future import Future
 from pslite.ids import Role
 from pslite.node.data import Traffic
@@ -37,6 +37,10 @@ _LAST_WORDS_S = 2.0
 #: When a closing node first logs what it waits for, and the interval after that.
 FIRST_LINE_S = 5.0
 NEXT_LINE_S = 15.0
+_STEP_MISSED = (
+    "this process took the place of a lost worker, but its script has ended before the step of "
+    "that worker; the script must run through the same loops over kv.steps each time"
+)
 #: How often a closing node checks its state without events.
 _LOOK_S = 0.5
 
@@ -166,7 +170,11 @@ class Shutdown:
         if node.error is not None:
             self._say_last_words()
         elif self._is_over():
-            if not node.membership.has_said_goodbye:
+            if self._traffic.worker.catches_up:
+                # Without a goodbye: the others wait for this worker's step.
+                self._unheard.note(UsageError(_STEP_MISSED))
+                self.done.set_result(None)
+            elif not node.membership.has_said_goodbye:
                 node.membership.has_said_goodbye = True
                 node.control.say_goodbye()
             # Peers must accept the goodbye, unless all have left: then no step would follow.

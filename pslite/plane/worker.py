@@ -234,6 +234,8 @@ class WorkerPlane:
 
     def hold_back(self) -> None:
         """Let later requests wait for ``release``."""
+        if self._gate.held_back is not None:
+            raise UsageError("a step begins already; wait for that first")
         self._gate.held_back = []
 
     def release(self) -> None:
@@ -265,6 +267,11 @@ class WorkerPlane:
     def repeat(self) -> None:
         """Allow pushes: this process has come to the step that it repeats."""
         self._gate.refuses_pushes = False
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether this process has not come to the step that it repeats."""
+        return self._gate.refuses_pushes
 
     def depart(self, server: int, error: BaseException) -> None:
         """Fail all requests to a gone server, and later ones, with ``error``."""

@@ -175,6 +175,55 @@ def test_the_job_ends_with_the_cause_if_no_process_comes_in_time() -> None:
     assert simulation.now == pytest.approx(66.0, abs=4.0)
 
 
+@pytest.mark.parametrize("after_s", [0.5, 4.9, 10.0])
+def test_the_job_ends_with_the_cause_if_the_scheduler_is_lost_while_a_place_is_free(
+    after_s: float,
+) -> None:
+    simulation = simulation_of(1)
+    num_steps, _ = without_kill(sync_script)
+    one_step, count = simulation._step, 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        if count == num_steps * 2 // 3:
+            simulation.kill(simulation.workers[1])
+            at_s = simulation.now + after_s
+            simulation.at(at_s, lambda: simulation.kill(simulation.scheduler))
+        one_step()
+
+    simulation._step = step  # type: ignore[method-assign]
+    with pytest.raises(NodeLostError, match=r"worker 1 \(pid .* without the scheduler, no other"):
+        simulation.run(sync_script({}))
+    assert simulation.now < after_s + 12.0
+
+
+def test_a_script_that_ends_before_its_step_says_no_goodbye() -> None:
+    """It would leave the others with a worker that seems to have done all its steps."""
+    simulation = simulation_of(1)
+    failures: list[BaseException | None] = []
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        keeper = returning_of(node)
+        kept = yield keeper.found
+        yield store.init_async("w", np.zeros(3))
+        if node.attempt:
+            yield node.leave()
+            failures.append(node.unheard.take())
+            return
+        yield begin(keeper, keeper.begin_loop(), 0, b"", kept)
+        yield 0.5
+        if node.rank == 1:
+            simulation.restart(node, 0.1)
+            yield 1.0
+
+    simulation.run(script)
+    assert "its script has ended before the step of that worker" in str(failures[0])
+    assert not simulation.workers[1].membership.has_said_goodbye
+
+
 def test_a_step_that_kills_three_processes_ends_the_job() -> None:
     simulation = simulation_of(1)
     deaths: list[int] = []

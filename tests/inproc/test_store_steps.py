@@ -13,6 +13,7 @@ from workers import Workers
 from kvstore import KVStore, RowSparseArray, optimizer
 from kvstore.errors import CheckpointError
 from kvstore.mxnet.model import FeedForward, Progress
+from kvstore.mxnet.nd.ndarray import NDArray
 from pslite.errors import UsageError
 
 STOP = 6
@@ -49,6 +50,80 @@ def test_workers_go_on_from_the_last_step_that_all_had_done(tmp_path: Path, unti
         found = workers.run(lambda kv: train(kv, tmp_path / "ended"))
     for rank in range(2):
         assert found[rank] == (until // 2 * 2, *expected[rank][1:])
+
+
+# -- with PS_REJOIN_TIMEOUT: what another process would need is kept in each step ------------
+
+
+def two_loops(kv: KVStore) -> Any:
+    """Loops one after the other, whose last pull has not arrived when the next one begins."""
+    kv.set_optimizer(optimizer.create("sgd", learning_rate=0.1))
+    kv.init("w", np.ones(3, np.float32))
+    out = NDArray(np.zeros(3, np.float32))
+    for _ in range(5):
+        for _ in kv.steps(3):
+            kv.push("w", np.ones(3, np.float32))
+            kv.pull("w", out=out)
+    return out.asnumpy().tolist(), is_ruled_out(kv)
+
+
+def is_ruled_out(kv: Any) -> bool:
+    """Whether the worker has said that no other process can take its place."""
+    return bool(kv.node.control._never_returns)
+
+
+def test_steps_that_are_kept_change_nothing_for_those_who_stay() -> None:
+    with Workers("dist_sync", 2, 2) as workers:
+        expected = workers.run(two_loops)
+    with Workers("dist_sync", 2, 2, rejoin_timeout_s=60.0) as workers:
+        assert workers.run(two_loops) == expected
+    assert [ruled_out for _, ruled_out in expected] == [False, False]
+
+
+def test_a_worker_says_when_no_other_could_repeat_its_steps() -> None:
+    def nested(kv: KVStore) -> None:
+        for _ in kv.steps(2):
+            for _ in kv.steps(2):
+                kv.push("w", np.ones(3, np.float32))
+
+    def twice(kv: KVStore) -> None:
+        for _ in kv.steps(3):
+            kv.push("w", np.ones(3, np.float32))
+            kv.push("w", np.ones(3, np.float32))
+
+    def collective(kv: KVStore) -> None:
+        for _ in kv.steps(2):
+            kv.all_reduce(np.ones(3))
+
+    def deleted(kv: KVStore) -> None:
+        kv.init("other", np.ones(3, np.float32))
+        kv.delete("other")
+        for _ in kv.steps(2):
+            pass
+
+    def large(kv: KVStore) -> None:
+        for _ in kv.steps(2, {"mine": np.zeros(40_000)}):
+            pass
+
+    def fine(kv: KVStore) -> None:
+        for _ in kv.steps(2, {"mine": np.zeros(10)}):
+            kv.push("w", np.ones(3, np.float32))
+
+    def ruled_out(train: Any) -> list[bool]:
+        def run(kv: KVStore) -> bool:
+            kv.init("w", np.zeros(3, np.float32))
+            train(kv)
+            kv.wait()
+            kv.barrier()
+            return is_ruled_out(kv)
+
+        sizes = {"max_message_bytes": 300_000, "chunk_bytes": 100_000}
+        with Workers("dist_sync", 2, 1, rejoin_timeout_s=60.0, **sizes) as workers:
+            return workers.run(run)
+
+    for train in (nested, twice, collective, deleted, large):
+        assert ruled_out(train) == [True, True], train
+    assert ruled_out(fine) == [False, False]
 
 
 def test_asynchronous_pushes_of_saved_steps_count_once(tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ class DistControl(KVStore):
         keys, _ = normalise_keys(key)
         for item in keys:
             self._table.spec(item)
+        self._returning.rules_out("a key was deleted")
         self._settle()
         self._end_views(keys)
 
@@ -318,8 +319,9 @@ class DistControl(KVStore):
         self._check()
         config = self._node.config
         asked = group_members(node_id, config.num_workers, config.num_servers)
-        gone = list(self._node.membership.gone.items())
-        return sum(1 for node, loss in gone if node in asked and not loss.left)
+        membership = self._node.membership
+        lost = {node for node, loss in list(membership.gone.items()) if not loss.left}
+        return len(asked & (lost | set(membership.vacant)))
 
     def send_command_to_servers(self, head: int, body: str = "") -> list[str]:
         check_command(head, body)
@@ -363,7 +365,7 @@ class DistControl(KVStore):
 
     def _leave(self) -> None:
         self._is_closed = True
-        self._returning.rules_out("a store was closed")
+        self._returning.rules_out("a store was closed", is_told=False)
         call = self._joint_calls.begin()
 
         def free(news: bytes | None) -> Future[Any]:
@@ -422,6 +424,11 @@ class DistControl(KVStore):
         call, news = self._joint_calls.make(name, act)
         entries, self._optimizer.num_calls, _ = self._servers.news_of(news)
         return call, entries
+
+    def _learn_keys(self) -> None:
+        news = self._wait(self._servers.meet(0, "learn keys"))
+        entries = self._servers.news_of(news)[0]
+        self._add([entry for entry in entries if entry.key not in self._table])
 
     def _rules_out_return(self, why: str) -> None:
         self._returning.rules_out(why)

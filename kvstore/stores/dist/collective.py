@@ -23,7 +23,7 @@ from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import InFlight
 from pslite import Future
 from pslite.errors import PSError
-from pslite.future import settled
+from pslite.future import completed, settled
 
 T = TypeVar("T")
 
@@ -108,6 +108,8 @@ class DistOptimizer:
         """How many times it was set, by this worker's count."""
         self.repeats = False
         """Whether this process repeats calls of a lost one (``returning.py``)."""
+        self.catches_up = False
+        """Whether it repeats calls from before its step, which have long been made."""
 
     @property
     def scope(self) -> str:
@@ -119,6 +121,8 @@ class DistOptimizer:
         plain = to_plain(optimizer)  # first: a call that raises here gets no number
         self.num_calls += 1
         call = self.num_calls
+        if self.catches_up:
+            return completed(None).map(lambda _: self._note(optimizer))
         pushed = settled(self._pushes.of())
         repeats = self.repeats
         done = pushed.then(lambda _: self._servers.set_optimizer(plain, call, may_be_over=repeats))

@@ -24,6 +24,7 @@ from pslite.errors import UsageError, unexpected
 from pslite.future import completed
 from pslite.ids import node_id
 
+_HEADER_BYTES = 1 << 16
 _MOST_PARTS = 1 << 24
 """More parts are not plausible."""
 
@@ -59,6 +60,9 @@ class Returning:
             weakref.WeakValueDictionary()
         )
         self._num_loops = 0
+        self._is_in_step = False
+        #: Completes when the step that was begun last is kept.
+        self.keeping: Future[None] = completed(None)
         self._why_not = ""
         #: The counts that were kept last.
         self._last: dict[int, int] = {}
@@ -78,33 +82,44 @@ class Returning:
     def add(self, number: int, joint: JointCalls, optimizer: DistOptimizer) -> None:
         """Add a store of this node."""
         self._joint_calls[number], self._optimizers[number] = joint, optimizer
-        optimizer.repeats = self._is_repeating
+        optimizer.repeats, optimizer.catches_up = self._is_repeating, self.catches_up
 
     def begin_loop(self) -> int:
         """Return the number of a loop that begins."""
+        if self._is_in_step:
+            self.rules_out("a loop over kv.steps began in a step of another one, or after a break")
         self._num_loops += 1
         return self._num_loops
 
     # -- the first process -------------------------------------------------------------
 
-    def rules_out(self, why: str) -> None:
-        """Note that no other process could repeat the steps of this one."""
+    def rules_out(self, why: str, *, is_told: bool = True) -> None:
+        """Note that no other process could repeat the steps of this one.
+
+        ``is_told`` says whether to write it to the log.
+        """
         self._why_not = self._why_not or why
-        if self._has_said:
-            self._say(False, why)
+        if self.is_on:
+            self._say(False, why if is_told else "")
+
+    def end_step(self) -> None:
+        """Note that a step is over, or that this process has left its loop at the end."""
+        self._is_in_step = False
 
     def keep(self, loop: int, step: int, state: bytes) -> Future[None]:
         """Keep what the next step begins with. The result is done when that is kept.
 
         Pushes and pulls wait for it. Wait for it before the next call.
         """
-        why_not = self._why_not
-        if Communicator.is_used_on(self._node):
-            why_not = "it makes collective calls, whose other members cannot repeat them"
-        if why_not:
-            self._say(False, why_not)
-            return completed(None)
         node = self._node
+        self._is_in_step = True
+        if Communicator.is_used_on(node):
+            self.rules_out("it makes collective calls, whose other members cannot repeat them")
+        most = node.config.max_message_bytes - _HEADER_BYTES
+        if len(state) > most:
+            self.rules_out(f"its state has {len(state)} bytes, over the limit of {most}")
+        if self._why_not:
+            return completed(None)
         calls = {
             number: (joint.count, self._optimizers[number].num_calls)
             for number, joint in list(self._joint_calls.items())
@@ -112,7 +127,7 @@ class Returning:
 
         def note(counts: dict[int, int] | None) -> Future[Any]:
             if counts is None:
-                self._say(False, "a push was refused")
+                self.rules_out("a push was refused")
                 return completed(None)
             last, self._last = self._last, counts
             if self._has_said and any(n > last.get(part, 0) + 1 for part, n in counts.items()):
@@ -128,7 +143,8 @@ class Returning:
             )
             return asked.map(lambda _: self._say(True, ""))
 
-        return node.traffic.begin_step(note)
+        self.keeping = node.traffic.begin_step(note)
+        return self.keeping
 
     def _say(self, yes: bool, why_not: str) -> None:
         """Tell the scheduler whether another process could go on, if that is news."""
@@ -136,7 +152,7 @@ class Returning:
         if yes != self._has_said and node is not None:
             self._has_said = yes
             node.control.say_whether_to_return(yes)
-            if not yes:
+            if why_not:
                 node.log.info(
                     0, f"if this worker is lost, the whole job must start again: {why_not}"
                 )
@@ -168,6 +184,9 @@ class Returning:
             if joint is not None and optimizer is not None:
                 joint.count, optimizer.num_calls = joint_count, optimizer_count
         self.catches_up = False
+        for known in self._optimizers.values():
+            known.catches_up = False
+        self._is_in_step = True
         node = self._node
 
         def go_on() -> None:
