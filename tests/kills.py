@@ -57,7 +57,8 @@ for step in kv.steps(steps, mine):
     mine["own"] = np.sin(mine["own"] * 13 + weights[2][:3]).astype(np.float32)
     ids = (np.arange(20) * 7 + step + kv.rank) % 500
     rows = kv.row_sparse_pull("rows", row_ids=ids)
-    rows = mx.RowSparseArray(rows.indices, np.sin(rows.values * 7 + noise[3] + 1), (500, 8))
+    pushed = np.sin(rows.values * 7 + noise[3] + 1).astype(np.float32)
+    rows = mx.RowSparseArray(rows.indices, pushed, (500, 8))
     kv.push("rows", rows)
     kv.push("a", grads[0])
     kv.pushpull(names[1:], grads[1:], out=weights[1:])
