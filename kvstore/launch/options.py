@@ -22,7 +22,11 @@ from pslite.version import __version__
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "ray", "yarn", "kubernetes")
 
-_LEAST = {"--worker-gpus": 0, "--restarts": 0}  # the minimum of all other numbers is 1
+_LEAST = {
+    "--worker-gpus": 0,
+    "--restarts": 0,
+    "--worker-restarts": 0,
+}  # the minimum of all other numbers is 1
 
 # The launcher decides these; a value given by hand would contradict the other processes.
 RESERVED_NAMES = frozenset(
@@ -121,6 +125,7 @@ class LaunchOptions:
     server_imports: tuple[str, ...] = ()
     log_dir: str | None = None
     restarts: int = 0
+    worker_restarts: int = 0
     notes: tuple[str, ...] = ()
     launcher: str = "local"
     hostfile: str | None = None
@@ -135,7 +140,8 @@ class LaunchOptions:
 
 # Attributes of LaunchOptions that are copied from argparse's result unchanged.
 _AS_GIVEN = (
-    *("num_workers", "num_servers", "log_dir", "restarts", "launcher", "hostfile"),
+    *("num_workers", "num_servers", "log_dir", "launcher", "hostfile"),
+    *("restarts", "worker_restarts"),
     "sync_dst_dir",
     *("check", "dry_run", "show_status", "python", "tied"),
 )
@@ -404,6 +410,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "if the job fails)",
     ),
     ("--tied", LAUNCHERS, "FD:DIRECTORY", argparse.SUPPRESS),  # see signals.py
+    ("--worker-restarts", LAUNCHERS[:-1], "N", argparse.SUPPRESS),  # --restarts, but not of the job
     ("--python", LAUNCHERS[1:], "PATH", "Python on the hosts (default: the path of this Python)"),
     (
         *("--launcher-args", LAUNCHERS[1:-1], "WORDS"),
@@ -427,6 +434,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
 _MORE: dict[str, dict[str, Any]] = {
     "--num-workers": {"required": True},
     "--restarts": {"default": 0},
+    "--worker-restarts": {"default": 0},
     "--no-status": {"action": "store_false", "dest": "show_status"},
     "--worker-memory": {"dest": "worker_memory_mb"},
     "--server-memory": {"dest": "server_memory_mb"},

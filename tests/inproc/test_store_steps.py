@@ -105,6 +105,11 @@ def test_a_worker_says_when_no_other_could_repeat_its_steps() -> None:
         for _ in kv.steps(2, {"mine": np.zeros(40_000)}):
             pass
 
+    def viewed(kv: KVStore) -> None:
+        kv.view("w")
+        for _ in kv.steps(2):
+            pass
+
     def fine(kv: KVStore) -> None:
         for _ in kv.steps(2, {"mine": np.zeros(10)}):
             kv.push("w", np.ones(3, np.float32))
@@ -121,7 +126,7 @@ def test_a_worker_says_when_no_other_could_repeat_its_steps() -> None:
         with Workers("dist_sync", 2, 1, rejoin_timeout_s=60.0, **sizes) as workers:
             return workers.run(run)
 
-    for train in (nested, twice, collective, deleted, large):
+    for train in (nested, twice, collective, deleted, large, viewed):
         assert ruled_out(train) == [True, True], train
     assert ruled_out(fine) == [False, False]
 

@@ -135,6 +135,22 @@ def by_value(function: Callable[[], None]) -> Callable[[], None]:
     return type(function)(function.__code__, {**function.__globals__, "__name__": "__main__"})
 
 
+def test_a_worker_that_is_killed_is_started_again_and_its_call_goes_on() -> None:
+    def train(num_steps: int) -> tuple[int, list[float]]:
+        kv = mx.create("dist_sync")
+        kv.init("w", np.ones(2))
+        steps = kv.steps(num_steps, {"rank": kv.rank})
+        weights = kv.pull("w")
+        for step in steps:
+            kv.pushpull("w", weights * 0.9 / kv.num_workers, out=weights)
+            if step == 3 and kv.rank == 1 and kv.node.attempt == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return steps.first, weights.round(6).tolist()
+
+    results = mx.run(train, args=(6,), workers=2, servers=1, restarts=1)
+    assert results == [(0, [0.531441] * 2), (3, [0.531441] * 2)]
+
+
 @pytest.mark.slow(reason="a cluster that loses its scheduler runs always")
 def test_a_call_that_needs_no_barrier_returns_though_the_scheduler_was_killed(
     capsys: pytest.CaptureFixture[str],

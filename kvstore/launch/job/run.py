@@ -100,7 +100,7 @@ def run_job(
                     facts,
                     logs,
                     shown_logs,
-                    num_left,
+                    num_left or options.worker_restarts,
                 )
             except LaunchError as error:  # of an attempt: a host may answer a little later
                 if num_failed == 0 or not may_try or error.exit_code != 1:

@@ -23,6 +23,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -54,6 +55,7 @@ def run(
     share_dir: str | os.PathLike[str] | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     python: str | os.PathLike[str] | None = None,
+    restarts: int = 0,
 ) -> list[Any]:
     """Call a function on each worker of a new job and return the results.
 
@@ -75,6 +77,8 @@ def run(
             temporary files with ``local``, else the current directory.
         log_dir: a directory to keep one log file per process; by default no logs are kept.
         python: the path of the workers' Python; by default this one.
+        restarts: how many times workers that die may be started again. Such a worker calls ``fn``
+            again, and a loop over ``kv.steps`` in it repeats its step (``docs/recovery.md``).
 
     Raises the error that a worker raised; its cause is a ``WorkerFailed`` with the worker's
     traceback. The other workers are ended. Raises ``WorkerFailed`` if a worker died, or if its
@@ -84,6 +88,7 @@ def run(
     process of the job runs any more.
     """
     wanted = _checked(workers, servers, env, options, log_dir, python, launcher, share_dir)
+    wanted = replace(wanted, restarts=_as_count("restarts", restarts, least=0))
     limit_s = _as_seconds(timeout_s)
     job = RunningJob(wanted, "once", _packed(fn, args, kwargs))
     try:
@@ -271,11 +276,11 @@ def _checked(
     )
 
 
-def _as_count(name: str, value: object) -> int:
-    wanted = f"{name} must be an int of at least 1, got {value!r}"
+def _as_count(name: str, value: object, least: int = 1) -> int:
+    wanted = f"{name} must be an int of at least {least}, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentTypeError(wanted)
-    if value < 1:
+    if value < least:
         raise ArgumentValueError(wanted)
     return int(value)
 

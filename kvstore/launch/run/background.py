@@ -75,6 +75,8 @@ class JobOptions:
     share_dir: str | None = None
     log_dir: str | None = None
     python: str | None = None
+    restarts: int = 0
+    """How many times workers may be started again."""
 
 
 def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]:
@@ -86,6 +88,7 @@ def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]
         *("--log-dir", wanted.log_dir or str(directory / "logs"), "--no-status"),
         *(part for name in wanted.env for part in ("--env", name)),
         *(() if wanted.python is None or wanted.launcher == "local" else ("--python", python)),
+        *(() if not wanted.restarts else ("--worker-restarts", str(wanted.restarts))),
         *wanted.options,
         *("--", *command),
     ]
@@ -110,7 +113,7 @@ def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]
     if found.restarts:
         raise ArgumentValueError(
             "options must not have --restarts, because kvstore.run and LocalCluster start a job "
-            "once; remove it, and call again after an error"
+            "once; use the argument restarts of kvstore.run, which starts lost workers again"
         )
     if found.launcher == "kubernetes":
         raise ArgumentValueError(

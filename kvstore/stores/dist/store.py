@@ -197,6 +197,7 @@ class DistKVStore(DistControl):
         self._specs(keys)
         if not self._synchronous:
             raise no_views(self._name)
+        self._returning.rules_out("it uses views of the stored values")
         views = self.views.show(keys)
         self._check()  # as in _pull
         return views[0] if single else views

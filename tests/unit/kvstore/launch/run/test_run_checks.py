@@ -123,6 +123,9 @@ def test_the_launcher_s_command_line_holds_no_values_of_variables(tmp_path: Path
     options = JobOptions(3, 2, "ssh", env={"TOKEN": "secret"}, options=("--hostfile=h",))
     arguments = checked_command(options, tmp_path, "once")
     assert "secret" not in " ".join(arguments)
+    assert "--worker-restarts" not in arguments
+    again = checked_command(replace(options, restarts=2), tmp_path, "once")
+    assert again[again.index("--worker-restarts") + 1] == "2"
     assert arguments[:6] == ["-n", "3", "-s", "2", "--launcher", "ssh"]
     assert arguments[arguments.index("--env") + 1] == "TOKEN"
     assert arguments[-5:] == [
@@ -145,6 +148,7 @@ def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
     [
         ({"workers": 0}, "^workers must be an int of at least 1, got 0$"),
         ({"servers": -1}, "^servers must be an int of at least 1, got -1$"),
+        ({"restarts": -1}, "^restarts must be an int of at least 0, got -1$"),
         ({"launcher": "slrm"}, "launcher must be one of local, .*'slrm'; did you mean 'slurm'"),
         ({"launcher": 3}, "launcher must be one of local, .*, got 3$"),
         ({"timeout_s": float("nan")}, "^timeout_s must be a number of seconds, got nan$"),
