@@ -39,6 +39,20 @@ kv = mx.create("dist_sync")
 print("here", os.environ["PS_JOB_KEY_FILE"], flush=True)
 time.sleep(60)
 """
+REPEAT = """
+import os, signal
+import numpy as np
+import kvstore as mx
+kv = mx.create("dist_sync")
+kv.init("w", np.zeros(3, np.float32))
+steps = kv.steps(6)
+w = kv.pull("w")
+for step in steps:
+    kv.pushpull("w", np.full(3, step + kv.rank, np.float32), out=w)
+    if step == 3 and kv.rank == 1 and kv.node.attempt == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+print("began with", steps.first, "ended with", w[0], flush=True)
+"""
 GO_ON = """
 import time
 import numpy as np
@@ -208,6 +222,16 @@ class EveryLauncher:
         assert launcher.nothing_runs()
         assert not any(key.parent.exists() for key in keys)
         assert time.monotonic() - began < SENTENCE_S
+
+    def test_a_killed_worker_is_started_again_and_takes_its_place(self, launcher: Launcher) -> None:
+        done = launcher.run("-n", "2", "-s", "1", "--restarts", "1", *python(REPEAT))
+        assert done.returncode == 0, done.stderr
+        found = re.findall(
+            r"^\[worker (\d)@\S+\] began with (\d) ended with (\S+)$", done.stdout, re.M
+        )
+        assert sorted(found) == [("0", "0", "11.0"), ("1", "3", "11.0")], done.stderr
+        assert "[launcher] the job succeeded; a lost worker was replaced 1 time" in done.stderr
+        assert launcher.nothing_runs()
 
     def test_the_job_goes_on_without_its_scheduler(self, launcher: Launcher) -> None:
         with launcher.start("-n", "2", "-s", "1", *python(GO_ON)) as job:
