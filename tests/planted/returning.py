@@ -33,6 +33,27 @@ BUGS = [
         INSTANTS,
     ),
     Bug(
+        "the rows before the last round are not kept",
+        "kvstore/server/sparse.py",
+        "            self._before = RowsBefore(self.table, touched)\n",
+        "            self._before = None\n",
+        INSTANTS,
+    ),
+    Bug(
+        "rows of a dense key change without a copy of the values before",
+        "kvstore/server/sparse.py",
+        "    arena.keep_previous(slice(part.start, part.stop))\n",
+        "",
+        INSTANTS,
+    ),
+    Bug(
+        "rows that the last round has added are seen before it",
+        "kvstore/sparse/table.py",
+        "        return now[~np.isin(now, self._absent, assume_unique=True)]\n",
+        "        return now\n",
+        "tests/unit/kvstore/sparse/test_rows_before.py",
+    ),
+    Bug(
         "a step is kept before the pushes of the last one have arrived",
         "pslite/node/data.py",
         "has_arrived = plane.everything_sent_before and office.links.everything_accepted(servers)",
