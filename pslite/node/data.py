@@ -70,6 +70,8 @@ class Traffic:
         #: It stays empty on servers and the scheduler, which do not push or pull.
         self.worker = WorkerPlane(window)
         self._server: ServerPlane | None = None
+        #: What all stores of this node share; it is kept as long as the node.
+        self.shared: Any = None
         #: Completes when the step that begins has begun.
         self._beginning: Future[None] | None = None
         #: When a job last ended on this thread, or was given to the pool.

@@ -83,12 +83,13 @@ class DistControl(KVStore):
         self._inits = InFlight()
         self._table = KeyTable()
         wait = self._waiter.wait
-        self._optimizer = DistOptimizer(self._servers, self._exchange.pushes, wait)
+        returning = returning_of(node)
+        self._optimizer = DistOptimizer(self._servers, self._exchange.pushes, wait, returning)
         self._joint_calls = JointCalls(self._servers, wait)
         self._files = DistFiles(self._servers, self._exchange, wait)
         self._late_error: BaseException | None = None
         self._is_closed = False
-        self._returning.add(number, self._joint_calls, self._optimizer)
+        returning.add(number, self._joint_calls, self._optimizer)
 
     # -- what it is --------------------------------------------------------------------
 

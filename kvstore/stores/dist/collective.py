@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvstore.arrays.keys import Key
 from kvstore.errors import OptimizerMismatch, UnknownOptimizerError
@@ -90,13 +90,26 @@ class JointCalls:
 _READ_BACK_TRIES = 20
 
 
+class Repeats(Protocol):
+    """Whether this process repeats calls of a lost one (``returning.py``)."""
+
+    is_repeating: bool
+    catches_up: bool
+    """Whether they are from before its step, and have long been made."""
+
+
 class DistOptimizer:
     """One worker's view of the optimizer on a store's servers."""
 
     def __init__(
-        self, servers: Servers, pushes: InFlight, wait: Callable[[Future[Any]], Any]
+        self,
+        servers: Servers,
+        pushes: InFlight,
+        wait: Callable[[Future[Any]], Any],
+        repeats: Repeats,
     ) -> None:
         """``pushes`` are the pushes of this worker."""
+        self.repeats = repeats
         self._servers = servers
         self._pushes = pushes
         self._wait = wait
@@ -106,10 +119,6 @@ class DistOptimizer:
         """Whether the servers surely have one; this process may not know its class."""
         self.num_calls = 0
         """How many times it was set, by this worker's count."""
-        self.repeats = False
-        """Whether this process repeats calls of a lost one (``returning.py``)."""
-        self.catches_up = False
-        """Whether it repeats calls from before its step, which have long been made."""
 
     @property
     def scope(self) -> str:
@@ -121,10 +130,10 @@ class DistOptimizer:
         plain = to_plain(optimizer)  # first: a call that raises here gets no number
         self.num_calls += 1
         call = self.num_calls
-        if self.catches_up:
+        if self.repeats.catches_up:
             return completed(None).map(lambda _: self._note(optimizer))
         pushed = settled(self._pushes.of())
-        repeats = self.repeats
+        repeats = self.repeats.is_repeating
         done = pushed.then(lambda _: self._servers.set_optimizer(plain, call, may_be_over=repeats))
         return done.map(lambda _: self._note(optimizer))
 

@@ -13,6 +13,7 @@ threads use it; answers arrive on the node's I/O thread. Read next: ``stores/ste
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ class Returning:
     """The steps of one worker."""
 
     def __init__(self, node: Postoffice) -> None:
-        self._node_ref = weakref.ref(node)  # the registry below must not keep the node
+        self._node_ref = weakref.ref(node)
         self._server = node_id(Role.SERVER, node.rank % max(node.config.num_servers, 1))
         self.is_on = node.config.rejoin_timeout_s > 0
         #: The calls with numbers of each store.
@@ -67,10 +68,10 @@ class Returning:
         #: The counts that were kept last.
         self._last: dict[int, int] = {}
         self._has_said: bool | None = None
-        self._is_repeating = self.catches_up = node.attempt > 0
+        self.is_repeating = self.catches_up = node.attempt > 0
         #: Completes with the step that this process has to repeat; None if it is the first one.
         self.found: Future[KeptStep | None] = completed(None)
-        if self._is_repeating:
+        if self.is_repeating:
             self.found = self._resume()
 
     @property
@@ -82,7 +83,6 @@ class Returning:
     def add(self, number: int, joint: JointCalls, optimizer: DistOptimizer) -> None:
         """Add a store of this node."""
         self._joint_calls[number], self._optimizers[number] = joint, optimizer
-        optimizer.repeats, optimizer.catches_up = self._is_repeating, self.catches_up
 
     def begin_loop(self) -> int:
         """Return the number of a loop that begins."""
@@ -164,17 +164,22 @@ class Returning:
         node = self._node
         node.io_queue.call(node.traffic.worker.hold_back)
         asked = node.request([self._server], STORE_APP, StoreCall.KEPT_STEP)
+        found: Future[KeptStep | None] = Future("the step that a server has kept")
 
-        def arrived(replies: Mapping[int, Any]) -> KeptStep:
+        def arrived(replies: Mapping[int, Any]) -> None:
             reply = replies[self._server]
             kept = unpacked(reply.body, reply.frames)
             self._last = kept.counts
-            node.traffic.worker.resume(kept.counts)
-            node.traffic.worker.release()
-            return kept
+            self._node.traffic.worker.resume(kept.counts)
+            self._node.traffic.worker.release()
+            found.set_result(kept)
 
-        found: Future[KeptStep | None] = asked.map(arrived)
-        found.on_error(lambda failed: node.fail(failed.error() or UsageError("nothing is kept")))
+        def failed(done: Future[None]) -> None:
+            error = done.error() or UsageError("no step is kept")
+            found.set_error(error)
+            self._node.fail(error)
+
+        asked.map(arrived).on_error(failed)
         return found
 
     def repeat(self, kept: KeptStep) -> None:
@@ -184,8 +189,6 @@ class Returning:
             if joint is not None and optimizer is not None:
                 joint.count, optimizer.num_calls = joint_count, optimizer_count
         self.catches_up = False
-        for known in self._optimizers.values():
-            known.catches_up = False
         self._is_in_step = True
         node = self._node
 
@@ -197,20 +200,19 @@ class Returning:
 
     def has_repeated(self) -> None:
         """Note that the step is repeated: from now on this process is like any other."""
-        if self._is_repeating:
-            self._is_repeating = False
-            for optimizer in self._optimizers.values():
-                optimizer.repeats = False
+        self.is_repeating = False
 
 
-_returning: weakref.WeakKeyDictionary[Postoffice, Returning] = weakref.WeakKeyDictionary()
+# Stores may be created on any thread.
+_lock = threading.Lock()
 
 
 def returning_of(node: Postoffice) -> Returning:
-    """Return the object that all stores of a node share."""
-    found = _returning.get(node)
-    if found is None:
-        found = _returning[node] = Returning(node)
+    """Return the object that all stores of a node share; the node keeps it."""
+    with _lock:
+        if node.traffic.shared is None:
+            node.traffic.shared = Returning(node)
+        found: Returning = node.traffic.shared
     return found
 
 
