@@ -157,10 +157,9 @@ class Seats:
 
     def welcomed(self, node_id: int, attempt: int) -> bool:
         """Note that all members know a process; return whether it has the seat now."""
-        seat = self._seats.get(node_id)
-        if seat is None or (seat.standing, seat.attempt) != (Standing.WELCOMING, attempt):
+        if not self.is_welcoming(node_id, attempt):
             return False
-        seat.standing = Standing.TAKEN
+        self._seats[node_id].standing = Standing.TAKEN
         return True
 
     def is_welcoming(self, node_id: int, attempt: int) -> bool:

@@ -175,20 +175,30 @@ def without_kill(make: MakeScript, num_workers: int = 2, num_servers: int = 1) -
     return simulation.steps, results[0]
 
 
-def killed_at(make: MakeScript, at_step: int, rank: int, back_s: float = 0.3) -> Results:
-    """Kill a worker before a step of the simulation; another process comes after ``back_s``."""
-    simulation = simulation_of(1)
-    results: Results = {}
+def before_step(simulation: Simulation, number: int, act: Callable[[], None]) -> None:
+    """Call ``act`` before the ``number``-th step of a simulation."""
     one_step, count = simulation._step, 0
 
     def step() -> None:
         nonlocal count
         count += 1
-        if count == at_step and not simulation._tasks[rank].over:
-            simulation.restart(simulation.workers[rank], back_s)
+        if count == number:
+            act()
         one_step()
 
     simulation._step = step  # type: ignore[method-assign]
+
+
+def killed_at(make: MakeScript, at_step: int, rank: int, back_s: float = 0.3) -> Results:
+    """Kill a worker before a step of the simulation; another process comes after ``back_s``."""
+    simulation = simulation_of(1)
+    results: Results = {}
+
+    def kill() -> None:
+        if not simulation._tasks[rank].over:
+            simulation.restart(simulation.workers[rank], back_s)
+
+    before_step(simulation, at_step, kill)
     simulation.run(make(results))
     simulation.finish()
     return results

@@ -23,6 +23,7 @@ from tests.faults.returning import (
     MakeScript,
     Results,
     async_script,
+    before_step,
     begin,
     killed_at,
     returning_of,
@@ -170,16 +171,11 @@ def run_and_stop_worker_1(simulation: Simulation, results: Results, stop: Any) -
 def test_the_job_ends_with_the_cause_if_no_process_comes_in_time() -> None:
     simulation = simulation_of(1)
     num_steps, _ = without_kill(sync_script)
-    one_step, count = simulation._step, 0
 
-    def step() -> None:
-        nonlocal count
-        count += 1
-        if count == num_steps * 2 // 3:
-            simulation.kill(simulation.workers[1])
-        one_step()
+    def kill() -> None:
+        simulation.kill(simulation.workers[1])
 
-    simulation._step = step  # type: ignore[method-assign]
+    before_step(simulation, num_steps * 2 // 3, kill)
     with pytest.raises(NodeLostError, match=r"worker 1 \(pid .* is lost: its connection .*; no "):
         simulation.run(sync_script({}))
     assert simulation.now == pytest.approx(66.0, abs=4.0)
@@ -191,18 +187,13 @@ def test_the_job_ends_with_the_cause_if_the_scheduler_is_lost_while_a_place_is_f
 ) -> None:
     simulation = simulation_of(1)
     num_steps, _ = without_kill(sync_script)
-    one_step, count = simulation._step, 0
 
-    def step() -> None:
-        nonlocal count
-        count += 1
-        if count == num_steps * 2 // 3:
-            simulation.kill(simulation.workers[1])
-            at_s = simulation.now + after_s
-            simulation.at(at_s, lambda: simulation.kill(simulation.scheduler))
-        one_step()
+    def kill() -> None:
+        simulation.kill(simulation.workers[1])
+        at_s = simulation.now + after_s
+        simulation.at(at_s, lambda: simulation.kill(simulation.scheduler))
 
-    simulation._step = step  # type: ignore[method-assign]
+    before_step(simulation, num_steps * 2 // 3, kill)
     with pytest.raises(NodeLostError, match=r"worker 1 \(pid .* without the scheduler, no other"):
         simulation.run(sync_script({}))
     assert simulation.now < after_s + 12.0
