@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -101,6 +102,9 @@ def become(request: dict[str, Any]) -> None:
         os.dup2(wanted, descriptor)
     os.close(nothing)
     os.close(output)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    # Each line in one write: otherwise a line of the log falls between the arguments of print.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     os.environ.clear()
     os.environ.update(request["environment"])
     show_environment(request["environment"])

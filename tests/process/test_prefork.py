@@ -27,6 +27,7 @@ print(json.dumps({
     "threads": threading.active_count(), "descriptors": sorted(os.listdir("/proc/self/fd")),
 }, sort_keys=True, indent=1))
 sys.stdout.write("no line end")
+sys.stdout.flush()
 os.write(2, b"said last")
 sys.exit(7)
 """
@@ -42,6 +43,21 @@ def test_a_forked_process_is_like_a_new_one_in_all_it_can_see(make_job: MakeJob)
         seen.append(process.lines)
     assert seen[0] == seen[1]
     assert seen[0][-1] == "no line endsaid last"
+
+
+def test_a_line_that_a_forked_process_prints_is_one_write(make_job: MakeJob) -> None:
+    """What its other threads log would otherwise fall between the arguments of ``print``."""
+    code = """
+import os
+class Logs:
+    def __str__(self):
+        os.write(2, b"logged\\n")
+        return "two"
+print("one", Logs(), "three")
+"""
+    process = make_job(1, 1).start("worker", 0, ("-c", code))
+    assert process.wait() == 0
+    assert process.lines == ["logged", "one two three"]
 
 
 def test_what_a_fork_would_find_imported_otherwise_makes_it_a_new_process(
