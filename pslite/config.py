@@ -173,6 +173,18 @@ class Config:
         "(recovery.md); 0: the loss ends the job. kvstore-launch --restarts sets it to 60",
         least=0,
     )
+    standbys: int = _setting(
+        "PS_STANDBYS",
+        0,
+        "standbys of each server, 0 or 1: a standby takes the place of a lost server (recovery.md)",
+        least=0,
+        most=1,
+    )
+    stands_by: bool = _setting(
+        "PS_STANDS_BY",
+        False,
+        "1: this server process is the standby of the server with the rank DMLC_TASK_ID",
+    )
     stall_report_s: float = _setting(
         "PS_STALL_REPORT",
         10.0,

@@ -115,7 +115,7 @@ def recorded(job_id: str, receiver: int) -> list[Frames]:
         (Accepted(), []),
         (Beat(), []),
         (Register((node,), 2, 2, "0.1"), []),
-        (Roster(9, (node, node._replace(role="server", uid="S1")), 0), []),
+        (Roster(9, (node, node._replace(role="server", uid="S1")), (0, 0)), []),
         (Waiting(("worker 0",), ("1 of 2 workers",), 1.5), []),
         (Refused("ConfigError", "no", "", -1), []),
         (Leave(), []),

@@ -21,6 +21,7 @@ from kvstore.server.malloc import keep_freed_memory
 from kvstore.server.shares import describe, server_shares
 from pslite import CollectiveServer, Config, Postoffice, Role, start
 from pslite.errors import ConfigError, PSError
+from pslite.ids import NodeInfo
 from pslite.node.log import try_to_stderr
 from pslite.resource_limits import allow_files
 from pslite.version import __version__
@@ -57,7 +58,12 @@ def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
         node.customers.add(DIRECTORY_APP, directory.handle, waits_for_others=True)
         node.watch.on_departure.append(directory.departed)
         node.on_deadlock.append(directory.deadlocked)
-        node.control.on_seated.append(lambda returned: directory.returned(returned.rank))
+
+        def seated(member: NodeInfo) -> None:
+            if member.role == Role.WORKER.value:
+                directory.returned(member.rank)
+
+        node.control.on_seated.append(seated)
 
 
 def _shares(node: Postoffice) -> Sequence[float] | None:

@@ -44,6 +44,12 @@ ONCE_FOR_ALL = frozenset(
         StoreCall.TABLE_OPTIMIZER,
     }
 )
+#: Requests that change what a server has, so that its standby repeats them -> whether no round may
+#: be applied meanwhile.
+REPEATED = {
+    **dict.fromkeys(ONCE_FOR_ALL - {StoreCall.CREATE_TABLE, StoreCall.TABLE_OPTIMIZER}, True),
+    StoreCall.KEEP_STEP: False,
+}
 #: The goodbye of a lower rank may reach a server this much later than the scheduler.
 GOODBYE_S = 5.0
 _LOOK_EVERY_S = 0.25
@@ -125,7 +131,7 @@ class ServerStores:
         self.check = self._dense.check
         self.read = self._dense.read
         self.read_again = self._dense.read_again
-        node.traffic.serve(self._plane)
+        node.traffic.serve(self._plane, self._carry_out)
         node.traffic.add_owner(self)
         self._calls: dict[int, Callable[[Incoming], None]] = {
             StoreCall.SET_OPTIMIZER: self._set_optimizer,
@@ -164,6 +170,10 @@ class ServerStores:
         self._num_rounds += num_rounds
         return self._dense.apply(jobs)
 
+    def summed(self, jobs: Sequence[Job]) -> list[Job]:
+        """Replace contributions by their sums where these are shorter."""
+        return [job if job.is_formed else self._dense.summed(job) for job in jobs]
+
     def _apply_formed(self, job: Job) -> Outcome:
         if not job.is_formed:
             return self.apply([job])[0]
@@ -198,6 +208,15 @@ class ServerStores:
 
     def handle(self, incoming: Incoming) -> None:
         """Handle a request of ``StoreCall``. On the I/O thread."""
+        if incoming.head in REPEATED:
+            alone = REPEATED[StoreCall(incoming.head)]
+            self._node.traffic.replicate(incoming, self._carry_out, alone=alone)
+        else:
+            if incoming.head == StoreCall.CREATE_TABLE and self._node.traffic.primary is not None:
+                self._node.control.say_whether_to_return(False)  # rows appear by pulls, too
+            self._carry_out(incoming)
+
+    def _carry_out(self, incoming: Incoming) -> None:
         call = self._calls.get(incoming.head)
         if call is None:
             raise ProtocolError(f"unknown call {incoming.head}")

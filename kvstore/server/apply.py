@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.arrays.cpu.sums import Flat, Workspace, apply_round
+from kvstore.arrays.cpu.sums import Flat, Workspace, apply_round, sum_in_order
 from kvstore.arrays.cpu.threads import Cores
 from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.compression import Chain
@@ -159,6 +159,25 @@ class PartRun:
         for index, piece in enumerate(self.pieces):
             chain.decode(bytes_of(piece), total, dtype=dtype, add=index > 0, cores=_ALONE)
         return total
+
+
+def can_be_summed(stretch: Stretch) -> bool:
+    """Return whether a sum in the dtype of the contributions has all their bits."""
+    dtype = stretch.arena.weight.dtype
+    return stretch.chain is None and accumulation_dtype(dtype) == dtype
+
+
+def add_up_stretch(stretch: Stretch, payloads: Sequence[Piece], total: Flat) -> None:
+    """Add up the contributions to a stretch; ``total`` holds the bytes of the whole job."""
+    start, stop = stretch.offset, stretch.offset + stretch.nbytes
+    dtype = stretch.arena.weight.dtype
+    pieces = [piece_of(piece, start, stop) for piece in payloads]
+    begin = 0
+    for end in [*cuts_of(pieces), stretch.nbytes]:
+        contributions = [bytes_of(piece_of(piece, begin, end)).view(dtype) for piece in pieces]
+        out = total[start + begin : start + end].view(dtype)
+        sum_in_order(contributions, out, stretch.arena.workspace)
+        begin = end
 
 
 def add_run(

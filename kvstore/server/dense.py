@@ -18,13 +18,14 @@ from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.cpu.threads import Cores
 from kvstore.compression import Compression
 from kvstore.protocol.requests import PartEntry, StoreCall, bytes_of, pack, unpack, unpack_parts
+from kvstore.server.apply import add_up_stretch, can_be_summed
 from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.malloc import LateReturn
 from kvstore.server.memory import Arena, Part, StoreState
 from kvstore.server.part_table import PartTable
 from pslite import Incoming, Postoffice
 from pslite.errors import UsageError, unexpected
-from pslite.plane import Ints, Job, Outcome, Piece, ServerPlane, cut
+from pslite.plane import Batch, Ints, Job, Outcome, Piece, ServerPlane, cut
 
 #: At most this many unused copies are kept, such as those of parts that are now pulled separately.
 _MAX_COPIES = 16
@@ -90,6 +91,20 @@ class DenseStores:
                 arenas = {part.arena for part in map(self.parts.get, job.parts) if part}
                 self._copies[job.parts] = _ReadCopy(copy, {each: each.changes for each in arenas})
         return outcomes
+
+    def summed(self, job: Job) -> Job:
+        """Return a job with the sum of its contributions, or the job itself.
+
+        That is so for encoded and 16-bit contributions: a sum in their dtype would lose bits.
+        """
+        batch = job.batch
+        stretches = self.parts.stretches(job)
+        if stretches is None or len(batch.payloads) < 2 or not all(map(can_be_summed, stretches)):
+            return job
+        total = self._allocate(sum(job.push_sizes))
+        for stretch in stretches:
+            add_up_stretch(stretch, batch.payloads, total)
+        return job._replace(batch=Batch(batch.rounds, (Piece(total.data, 0, len(total)),)))
 
     def _room_for_copy(self, job: Job) -> Flat | None:
         """Return memory for a copy of asynchronous values; None for values sent uncopied."""

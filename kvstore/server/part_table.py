@@ -88,6 +88,15 @@ class PartTable:
             self._frames[numbers] = found
         return found
 
+    def stretches(self, job: Job) -> list[Stretch] | None:
+        """Return a job's parts, neighbours joined; None if some were deleted.
+
+        On the lane's pool thread.
+        """
+        errors: list[BaseException] = []
+        found = self._stretches(0, job, {}, lambda _, __, error: errors.append(error))
+        return None if errors else found
+
     def apply(self, jobs: Sequence[Job], outs: Sequence[Flat | None]) -> list[Outcome]:
         """Apply complete rounds in order, and return an outcome for each.
 

@@ -22,6 +22,7 @@ from kvstore.sparse.ids import Ids, is_increasing
 from kvstore.sparse.payload import Bytes, RowPayload, RowPayloadKind
 from kvstore.sparse.sums import Contribution, RowValues
 from pslite.errors import ProtocolError, UsageError
+from pslite.plane import Piece
 
 Allocate = Callable[[int], Bytes]
 """Returns memory of this many bytes, from which an answer is sent."""
@@ -32,6 +33,8 @@ class TakenRows(NamedTuple):
 
     rows: Contribution
     nbytes: int
+    source: tuple[int, Piece] | None = None
+    """The form and the bytes that it was made from."""
 
 
 class WantedRows(NamedTuple):

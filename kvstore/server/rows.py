@@ -21,7 +21,7 @@ from kvstore.server.memory import Part, StoreState
 from kvstore.server.row_part import RowPart, longs
 from kvstore.server.sparse import KeyPart, apply_cuts, take_cut, take_cut_pull
 from kvstore.server.tables import TablePart
-from kvstore.sparse.payload import read_payload
+from kvstore.sparse.payload import ROWS_FORM, read_payload
 from kvstore.sparse.tables.settings import checked_table_optimizer, settings_from_plain
 from kvstore.sparse.tables.shard import TableShare
 from pslite import Incoming
@@ -37,8 +37,12 @@ def taken(found: RowPart | Part, piece: Piece, *, is_push: bool) -> Any:
     """Check a payload of rows for a part; return the contribution or the pull."""
     payload = read_payload(bytes_of(piece))
     if isinstance(found, Part):
-        return take_cut(found, payload) if is_push else take_cut_pull(found, payload)
-    return found.take(payload) if is_push else found.take_pull(payload)
+        if not is_push:
+            return take_cut_pull(found, payload)
+        return take_cut(found, payload)._replace(source=(ROWS_FORM, piece))
+    if not is_push:
+        return found.take_pull(payload)
+    return found.take(payload)._replace(source=(ROWS_FORM, piece))
 
 
 class RowStores:

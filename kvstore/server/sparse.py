@@ -209,6 +209,8 @@ class TakenCut(NamedTuple):
     cut: Cut
     rows: PartRows
     nbytes: int
+    source: tuple[int, Piece] | None = None
+    """The form and the bytes that it was made from."""
 
 
 class WantedCut(NamedTuple):

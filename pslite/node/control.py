@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from pslite.errors import DeadlineError
@@ -38,12 +38,13 @@ class ControlOffice(Office, Protocol):
         now: float,
         *,
         epoch: int = 1,
-        attempt: int = 0,
+        attempts: Sequence[int] = (),
+        standbys: Sequence[NodeInfo] = (),
     ) -> None:
         """Handle the roster: the cluster is complete; ``info`` is this node's entry."""
 
     def seat(self, node: NodeInfo, attempt: int, now: float) -> NodeInfo | None:
-        """Go on with another process in the seat of a lost worker."""
+        """Go on with another process in the seat of a lost worker or server."""
 
 
 class NodeControl(abc.ABC):

@@ -10,7 +10,7 @@ create their apps in any order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,9 @@ class _OpenRequest:
     waiting: set[int]
     answers: dict[int, Any] = field(default_factory=dict)
     error: BaseException | None = None
+    message: Request | None = None
+    """The request, if it can be sent again to a server that takes the place of a lost one."""
+    frames: Mapping[int, Sequence[Any]] = field(default_factory=dict)
 
 
 class Pending:
@@ -41,7 +44,7 @@ class Pending:
         self._entries: dict[int, _OpenRequest] = {}
 
     def open(self, nodes: Iterable[int], future: Future[dict[int, Any]]) -> int:
-        """Add a request to ``nodes``; return its id."""
+        """Add a request to ``nodes``; return its id, a number from 1."""
         request_id = self._next_id
         self._next_id += 1
         entry = _OpenRequest(future, set(nodes))
@@ -73,11 +76,28 @@ class Pending:
             else:
                 entry.future.set_result(entry.answers)
 
-    def depart(self, node: int, error: BaseException) -> None:
-        """Note ``error`` as the answer of ``node``, which is gone, to all requests."""
+    def depart(self, node: int, error: BaseException, *, for_good: bool = True) -> None:
+        """Note ``error`` as the answer of ``node``, which is gone, to all requests.
+
+        If it is not ``for_good``, requests that can be sent again wait for the next process.
+        """
         for request_id, entry in list(self._entries.items()):
-            if node in entry.waiting:
+            if node in entry.waiting and (for_good or entry.message is None):
                 self.refuse(request_id, node, error)
+
+    def keep(self, request_id: int, message: Request, frames: Mapping[int, Sequence[Any]]) -> None:
+        """Keep a request until it is answered, to send it again."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            entry.message, entry.frames = message, frames
+
+    def unanswered(self, node: int) -> list[tuple[Request, Sequence[Any]]]:
+        """Return the kept requests that a node has not answered."""
+        return [
+            (entry.message, entry.frames.get(node, ()))
+            for entry in self._entries.values()
+            if node in entry.waiting and entry.message is not None
+        ]
 
     def cancel(self, request_id: int, error: BaseException) -> None:
         """Fail one request with ``error``; ignore its answers."""
@@ -174,6 +194,8 @@ class Customers:
         #: App -> the number of requests that it has not answered.
         self._open: Counter[int] = Counter()
         self._waiting_apps: set[int] = set()
+        #: Apps of which a standby repeats the requests: the next process can be asked again.
+        self.repeated_apps: set[int] = set()
 
     @property
     def is_at_work(self) -> bool:
@@ -215,6 +237,11 @@ class Customers:
             else:
                 self._early.append((arrived_at, incoming))
 
+    def ask_again(self, node: int) -> None:
+        """Send what a node has not answered to the process that has its seat now."""
+        for message, frames in self.pending.unanswered(node):
+            self._send(node, message, frames)
+
     def remove(self, app: int) -> None:
         """Remove an app; later requests wait for another app with this number."""
         self._handlers.pop(app, None)
@@ -240,6 +267,8 @@ class Customers:
         send = self._send if ordered else self._hand_over
         request_id = self.pending.open(nodes, future)
         message = Request(app, customer, request_id, head, body)
+        if app in self.repeated_apps:
+            self.pending.keep(request_id, message, frames)
         try:
             for node in nodes:
                 send(node, message, frames.get(node, ()))

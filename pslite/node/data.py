@@ -10,13 +10,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from pslite.errors import NodeLostError, ProtocolError, PSError, UsageError, told
 from pslite.future import Future
-from pslite.ids import SCHEDULER_ID, Role, node_id, rank_of, role_of
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role, node_id, rank_of, role_of
+from pslite.node.customer import Handler, Incoming
 from pslite.node.links import Delivery
 from pslite.node.office import Office
+from pslite.node.standby import Outcomes, Primary, Standby
 from pslite.plane import (
     Effect,
     Ints,
@@ -70,6 +73,10 @@ class Traffic:
         #: It stays empty on servers and the scheduler, which do not push or pull.
         self.worker = WorkerPlane(window)
         self._server: ServerPlane | None = None
+        #: On a server with a standby: its side. On a standby: its side, also after it has taken
+        #: the place of its server.
+        self.primary: Primary | None = None
+        self.standby: Standby | None = None
         #: What all stores of this node share; it is kept as long as the node.
         self.shared: Any = None
         #: Completes when the step that begins has begun.
@@ -83,9 +90,35 @@ class Traffic:
         #: The last reports of servers to this worker about long open rounds: (time, text).
         self.reports: deque[tuple[float, str]] = deque(maxlen=16)
 
-    def serve(self, plane: ServerPlane) -> None:
-        """Set a server's half of the plane; call it before the node runs."""
+    def serve(self, plane: ServerPlane, handle: Handler) -> None:
+        """Set a server's half of the plane; call it before the node runs.
+
+        ``handle`` carries out requests that ``replicate`` has passed to a standby.
+        """
         self._server = plane
+        if self._office.config.stands_by:
+            apply = partial(_outcomes, plane)
+            self.standby = Standby(self._office, plane, apply, self._execute, handle)
+
+    def add_standby(self, standby: NodeInfo) -> None:
+        """Let a process repeat all that this server does; call it before it does anything."""
+        if self._server is not None:
+            apply = partial(_outcomes, self._server)
+            self.primary = Primary(
+                self._office, self._server, apply, self._execute, self.carry_out, standby
+            )
+
+    def replicate(self, incoming: Incoming, handle: Handler, *, alone: bool) -> None:
+        """Carry out a request that changes this server's state, here and on its standby.
+
+        With ``alone``, no round is applied meanwhile.
+        """
+        if self.standby is not None and self.standby.answer_again(incoming):
+            return
+        if self.primary is not None:
+            self.primary.request(incoming, handle, alone=alone)
+        else:
+            handle(incoming)
 
     def add_owner(self, owner: PartOwner) -> None:
         """Add a store that uses this node (a weak reference to it). From any thread."""
@@ -110,20 +143,19 @@ class Traffic:
         """
         begun: Future[None] = Future("the servers to accept earlier pushes")
         office, plane = self._office, self.worker
-        servers: list[str] = []
 
         def begin() -> None:
             if office.error is not None:
                 begun.set_error(office.error)
                 return
             self._beginning = begun
-            roster = office.membership.roster
-            servers.extend(node.uid for node in roster if node.role == Role.SERVER.value)
             plane.hold_back()
             if not look():
                 office.io_queue.look_after_each_step(look)
 
         def look() -> bool:
+            roster = office.membership.roster
+            servers = [node.uid for node in roster if node.role == Role.SERVER.value]
             has_arrived = plane.everything_sent_before and office.links.everything_accepted(servers)
             if has_arrived and office.error is None:
                 note(plane.counts()).on_done(go_on)
@@ -231,10 +263,14 @@ class Traffic:
             self.carry_out(depart(rank_of(node), error))
         if node == SCHEDULER_ID:
             self._adopt_epoch()
+            if self.primary is not None:  # nobody could tell the standby to take over
+                self.primary.go_on_alone()
 
     def returned(self, node: int) -> None:
-        """Go on with another process in the seat of a lost worker."""
-        if self._server is not None:
+        """Go on with another process in the seat of a lost worker or server."""
+        if role_of(node) is Role.SERVER:
+            self.worker.reroute(node)
+        elif self._server is not None:
             self.carry_out(self._server.returned(rank_of(node)))
 
     def begin_epoch(self, epoch: int) -> None:
@@ -252,7 +288,7 @@ class Traffic:
 
     def close(self) -> None:
         """Release the app and all memory: the node has ended."""
-        self._server = None
+        self._server = self.primary = self.standby = None
         self.worker.close()
 
     # -- inside ------------------------------------------------------------------------
@@ -280,25 +316,38 @@ class Traffic:
             self._office.send(worker, failed)
 
     def _run_jobs(self, run: Run) -> None:
-        plane, office = self._server, self._office
+        plane = self._server
         if plane is None:
             return
+        if self.primary is not None:
+            self.primary.run(run)
+            return
 
+        def done(outcomes: Outcomes) -> None:
+            self.carry_out(plane.finished(run.jobs, outcomes))
+
+        self._execute(run, lambda: _outcomes(plane, run.jobs), done)
+
+    def _execute(
+        self, run: Run, work: Callable[[], Outcomes], done: Callable[[Outcomes], None]
+    ) -> None:
+        """Do ``work`` for the jobs of a run on their lane; then call ``done``, on this thread."""
+        office = self._office
         if office.pool.is_idle(run.lane) and self._is_quick(run):
             began = office.clock()
-            outcomes = _outcomes(plane, run.jobs)
+            outcomes = work()
             self._worked_at = office.clock()
             self._note_speed(run.lane, is_slow=self._worked_at - began > _SLOW_S)
-            self.carry_out(plane.finished(run.jobs, outcomes))
+            done(outcomes)
             return
 
         self._worked_at = office.clock()
 
-        def work() -> None:
-            outcomes = _outcomes(plane, run.jobs)
-            office.io_queue.call(lambda: self.carry_out(plane.finished(run.jobs, outcomes)))
+        def in_pool() -> None:
+            outcomes = work()
+            office.io_queue.call(lambda: done(outcomes))
 
-        office.pool.submit(run.lane, work)
+        office.pool.submit(run.lane, in_pool)
 
     def _note_speed(self, lane: int, *, is_slow: bool) -> None:
         """Note whether a lane's job was slow, for a limited number of lanes."""

@@ -31,10 +31,14 @@ from pslite.wire.messages import (
     Deadlock,
     Leave,
     Members,
+    Recorded,
     Refused,
     Register,
+    RequestRecord,
     Roster,
+    RoundRecord,
     Seated,
+    StandsBy,
     StatusQuestion,
     Vacant,
     Waiting,
@@ -55,7 +59,9 @@ class MemberControl(NodeControl):
     def __init__(self, office: ControlOffice, node: NodeInfo, package: str) -> None:
         super().__init__(office)
         config = office.config
-        self._register = Register((node,), config.num_workers, config.num_servers, package)
+        self._register = Register(
+            (node,), config.num_workers, config.num_servers, package, config.stands_by
+        )
         self._began_at = 0.0
         self._waiting: Waiting | None = None
         self._barriers: dict[tuple[int, int], Future[None]] = {}
@@ -64,7 +70,7 @@ class MemberControl(NodeControl):
         self._leaving = False
         #: Workers that, as the scheduler says, have left, but whose own goodbye is in flight.
         self._goodbyes: set[str] = set()
-        #: Workers that this server has lost, with reasons, until the scheduler has decided.
+        #: Nodes that this one has lost, with reasons, until the scheduler has decided.
         self._reported: dict[int, str] = {}
 
     # -- joining -----------------------------------------------------------------------
@@ -82,13 +88,19 @@ class MemberControl(NodeControl):
             self._member_left(delivery.peer)
         elif isinstance(message, Members):
             self._members_changed(delivery.peer, message, now)
+        elif isinstance(message, Recorded):
+            primary = self._office.traffic.primary
+            if primary is not None and primary.is_standby(delivery.peer):
+                primary.told(message)
+        elif isinstance(message, RoundRecord | RequestRecord):
+            if self._office.traffic.standby is not None:
+                self._office.traffic.standby.arrived(delivery)
         elif delivery.peer != SCHEDULER:
             return
         elif isinstance(message, Roster):
-            try:
-                self._complete(message, delivery.epoch, now)
-            except ConfigError as error:  # a limit of this machine, not a wrong message
-                self._office.fail(error)
+            self._roster_arrived(message, delivery.epoch, now)
+        elif isinstance(message, StandsBy):
+            self._standby_changed(message, now)
         elif isinstance(message, Waiting):
             self._still_waiting(message, now)
         elif isinstance(message, Vacant):
@@ -110,6 +122,37 @@ class MemberControl(NodeControl):
         elif isinstance(message, StatusQuestion) and self._office.info is not None:
             self._office.send(SCHEDULER_ID, self._office.reporter.answer(message.question, now))
 
+    def _roster_arrived(self, message: Roster, epoch: int, now: float) -> None:
+        office = self._office
+
+        def complete() -> None:
+            try:
+                self._complete(message, epoch, office.clock())
+            except ConfigError as error:  # a limit of this machine, not a wrong message
+                office.fail(error)
+
+        if office.traffic.standby is None:
+            complete()
+        else:  # this process takes the place of its server, once it has done all that it did
+            office.traffic.standby.take_over(complete)
+
+    def _standby_changed(self, message: StandsBy, now: float) -> None:
+        office, traffic = self._office, self._office.traffic
+        if office.info is not None:
+            if traffic.primary is not None and not message.node:
+                office.log.info(1, f"{office.info.title} has no standby any more")
+                traffic.primary.go_on_alone()
+        elif traffic.standby is not None and len(message.node) == 1:
+            (primary,) = message.node
+            for timer in (self._deadline, self._roster_line):
+                timer.set(math.inf)
+            office.log.info(1, f"this process stands by for {primary.title}")
+            traffic.standby.begin(primary)
+            office.watch.add(primary.uid, now, primary)
+        elif traffic.standby is not None:
+            self._stop_waiting()
+            office.finished.set_result(None)
+
     def _complete(self, message: Roster, epoch: int, now: float) -> None:
         office = self._office
         mine = [node for node in message.members if node.node_id == message.node_id]
@@ -123,12 +166,21 @@ class MemberControl(NodeControl):
                     office.van.connect(node.uid, node.address)
         self._stop_waiting()
         office.log.info(1, f"{office.log.name} is connected to others")
-        office.join(mine[0], message.members, now, epoch=epoch, attempt=message.attempt)
+        office.join(
+            mine[0],
+            message.members,
+            now,
+            epoch=epoch,
+            attempts=message.attempts,
+            standbys=message.standbys,
+        )
 
     def _give_up(self, error: Exception, now: float) -> None:
         self._office.fail(error)
 
     def _still_waiting(self, message: Waiting, now: float) -> None:
+        if self._deadline.due == math.inf:
+            return  # this report is late: the node waits no longer
         is_answer = self._waiting is None
         self._waiting = message
         # The scheduler has answered, so its deadline decides: if this node gave up a moment
@@ -229,11 +281,14 @@ class MemberControl(NodeControl):
             office.fail(NodeLostError(sentence, role=Role.SCHEDULER.value, rank=0))
             office.van.disconnect(peer)
             return
+        primary = office.traffic.primary
+        if primary is not None and primary.is_standby(peer):
+            office.send(SCHEDULER_ID, StandsBy(()))
+            return
         node = office.membership.node_ids.get(peer)
         if node is None:
             return
-        is_worker = office.role is Role.SERVER and peer != SCHEDULER
-        if is_worker and office.config.rejoin_timeout_s and self._can_ask_scheduler():
+        if self._may_be_followed(peer) and self._can_ask_scheduler():
             # Another process may take its place. The scheduler decides that.
             attempt = office.membership.attempts.get(node, 0)
             self._reported[node] = reason
@@ -244,11 +299,19 @@ class MemberControl(NodeControl):
         if not (looks_for_cause and self._loss_reports.puts_off(node, reason, now)):
             self._depart(node, left=False, reason=reason)
 
+    def _may_be_followed(self, peer: str) -> bool:
+        """Return whether another process may take the place of this peer."""
+        config = self._office.config
+        if peer == SCHEDULER:
+            return False
+        is_server = self._office.role is Role.WORKER  # which is connected to servers alone
+        return bool(config.standbys if is_server else config.rejoin_timeout_s)
+
     def _can_ask_scheduler(self) -> bool:
         return self._office.error is None and self._scheduler_error is None
 
     def _vacated(self, message: Vacant) -> None:
-        """Stop using the process of a lost worker; its seat waits for another one."""
+        """Stop using the process of a lost node; its seat waits for another one."""
         office = self._office
         self._reported.pop(message.node, None)
         node = office.membership.vacate(message.node, message.attempt, message.reason)
@@ -258,13 +321,17 @@ class MemberControl(NodeControl):
             office.watch.vacated(node, message.reason)
 
     def _seated(self, node: NodeInfo, attempt: int, now: float) -> None:
-        """Go on with another process in the seat of a lost worker."""
+        """Go on with another process in the seat of a lost node."""
         office = self._office
         self._reported.pop(node.node_id, None)
         office.log.learn((node,))
         before = office.seat(node, attempt, now)
         if before is not None:
-            office.log.info(1, f"{node.title} has taken the place of {before.title}")
+            is_server = node.role == Role.SERVER.value
+            text = f"{node.title} has taken the place of {before.title}"
+            office.log.info(0 if is_server and office.role is Role.WORKER else 1, text)
+            if is_server and office.membership.has_said_goodbye:
+                office.send(node.node_id, Leave())
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
         """Note that a member reports a loss; the scheduler decides whether it is one."""

@@ -133,13 +133,13 @@ class PeerWatch:
             listener()
 
     def vacated(self, node: NodeInfo, reason: str) -> None:
-        """Drop the process of a lost worker whose seat waits for another.
+        """Drop the process of a lost node whose seat waits for another.
 
         Called by ``control``, which has told ``membership``.
         """
         office = self._office
         error = NodeLostError(f"{node.title} is lost: {reason}", role=node.role, rank=node.rank)
-        office.customers.pending.depart(node.node_id, error)
+        office.customers.pending.depart(node.node_id, error, for_good=False)
         self.forget(node.uid)
         office.links.shut(node.uid)
         if office.role is not Role.SCHEDULER:  # which tells the process, if it is still there

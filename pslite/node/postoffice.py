@@ -142,18 +142,24 @@ class Postoffice:
         now: float,
         *,
         epoch: int = 1,
-        attempt: int = 0,
+        attempts: Sequence[int] = (),
+        standbys: Sequence[NodeInfo] = (),
     ) -> None:
         """Handle the roster: the cluster is complete. Called by ``control``."""
-        self.membership.begin(roster, epoch)
-        self.traffic.worker.begin_epoch(epoch)
-        self.info, self.membership.attempts[info.node_id] = info, attempt
-        for node in roster:
+        self.info = info
+        self.membership.begin(roster, epoch, attempts)
+        self.traffic.begin_epoch(epoch)
+        known = [s for s in standbys if self.role is Role.SCHEDULER or s.node_id == info.node_id]
+        for node in (*roster, *known):
             self.links.know(node.uid)
         self.nearby.begin(info, roster)
-        for node in self.membership.neighbours():
+        for node in (*self.membership.neighbours(), *known):
             self.watch.add(node.uid, now, node)
-        for delivery in self.admission.complete({node.uid: node.role for node in roster}):
+        for standby in known:
+            self.traffic.add_standby(standby)
+        for delivery in self.admission.complete(
+            {node.uid: node.role for node in (*roster, *known)}
+        ):
             self._dispatch(delivery, now)
         self.nearby.offer_segments()
         self.nearby.offer_pipes()
@@ -161,7 +167,7 @@ class Postoffice:
         self.ready.set_result(info)
 
     def seat(self, node: NodeInfo, attempt: int, now: float) -> NodeInfo | None:
-        """Go on with another process in the seat of a lost worker.
+        """Go on with another process in the seat of a lost worker or server.
 
         Returns the lost one's entry; None if this is not news. Called by ``control``.
         """
@@ -175,9 +181,12 @@ class Postoffice:
         self.traffic.returned(node.node_id)
         self.nearby.begin(self.info, self.membership.roster)
         if node in self.membership.neighbours():
+            if self.role is Role.WORKER:
+                self.van.connect(node.uid, node.address)
             self.watch.add(node.uid, now, node)
             self.nearby.offer_segments()
             self.nearby.offer_pipes(node)
+            self.customers.ask_again(node.node_id)
         for listener in self.control.on_seated:
             listener(node)
         return before
@@ -193,10 +202,9 @@ class Postoffice:
             node.nearby.beside[int(peer.ready.result().node_id)] = peer._take
 
     def spread(self, connections: int) -> None:
-        """Use this many TCP connections to each server on other machines. From any thread.
+        """Use this many TCP connections, at most 16, to servers on other machines. Any thread.
 
-        A worker opens them, at most 16, and uses each as soon as it is open. The number never
-        decreases.
+        A worker uses each as soon as it is open. The number never decreases.
         """
         self.io_queue.call(lambda: self.nearby.spread(connections))
 
@@ -211,20 +219,16 @@ class Postoffice:
         return self.heap.buffer(nbytes, lasting=lasting)
 
     def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
-        """Join neighbouring pieces of this node's buffers; None if peers cannot map all.
-
-        This does not copy; the result keeps the pieces alive. From any thread.
-        """
+        """Join neighbouring buffers without a copy; None if peers cannot map all. Any thread."""
         return self.heap.rows(pieces)
 
     #: Returns the segment that holds a buffer. From any thread.
     whole_of = staticmethod(Heap.whole_of)
 
     def call(self, command: Callable[[], None]) -> None:
-        """Schedule ``command`` for the I/O thread; return at once. From any thread.
+        """Schedule ``command`` for the I/O thread; return at once. From any thread; for apps.
 
-        This is for apps; the project's own code uses ``io_queue``. Raises ``UsageError`` in a
-        forked child, which does not have an I/O thread.
+        Raises ``UsageError`` in a forked child, which does not have an I/O thread.
         """
         self.io_queue.call(command)
 
@@ -255,7 +259,9 @@ class Postoffice:
         payload = dict(frames or {})
 
         def ask() -> None:
-            error = self.error or self.membership.why_unreachable(nodes, self.info)
+            may_wait = app in self.customers.repeated_apps
+            why = self.membership.why_unreachable(nodes, self.info, may_wait=may_wait)
+            error = self.error or why
             if error is not None:
                 future.set_error(error)
                 return
@@ -287,12 +293,7 @@ class Postoffice:
 
     def report_long_wait(self) -> None:
         """Ask the scheduler to check for a deadlock of the workers. From any thread."""
-
-        def report() -> None:
-            if self.error is None:
-                self.send(SCHEDULER_ID, LongWait())
-
-        self.io_queue.call(report)
+        self.io_queue.call(lambda: None if self.error else self.send(SCHEDULER_ID, LongWait()))
 
     def add_app(self, app: int, handler: Handler) -> Future[None]:
         """Register an app (``customer.py``). From any thread."""

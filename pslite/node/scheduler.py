@@ -22,6 +22,7 @@ from pslite.future import Future
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_members, node_id, role_of
 from pslite.node.control import VERDICT_S, ControlOffice, NodeControl, ends_itself, loss_in
 from pslite.node.links import Delivery
+from pslite.node.peer_watch import beat_at
 from pslite.node.seating import Seating
 from pslite.node.surveyor import Surveyor
 from pslite.protocol.barrier import Barriers, Release
@@ -37,6 +38,7 @@ from pslite.wire.messages import (
     Refused,
     Register,
     Roster,
+    StandsBy,
     StatusQuestion,
     StatusReport,
     Vacant,
@@ -61,7 +63,9 @@ class SchedulerControl(NodeControl):
         self._node = node
         self._on_deadlock = on_deadlock
         config = office.config
-        self._rendezvous = Rendezvous(config.num_workers, config.num_servers, package)
+        self._rendezvous = Rendezvous(
+            config.num_workers, config.num_servers, package, config.standbys
+        )
         self._titles: dict[int, str] = {}
         self._barriers = Barriers(self._titles)
         self._own_barriers: dict[tuple[int, int], Future[None]] = {}
@@ -95,7 +99,9 @@ class SchedulerControl(NodeControl):
         if isinstance(message, Members):
             self._hear(node, message, now)
         elif isinstance(message, Vacant):
-            self._hear_of_worker(node, message, now)
+            self._hear_of_loss(node, message, now)
+        elif isinstance(message, StandsBy):
+            self._seating.dismiss(node, "it cannot reach it")
         elif isinstance(message, StatusReport):
             self._surveyor.reported(node, message, now)
         elif isinstance(message, LongWait):
@@ -103,7 +109,10 @@ class SchedulerControl(NodeControl):
         elif isinstance(message, BarrierEnter):
             self._enter(node, message.group, message.round, message.timeout_s, now)
         elif isinstance(message, MayReturn):
-            self._seating.seats.may_return(node, yes=message.yes)
+            if role_of(node) is Role.WORKER:
+                self._seating.seats.may_return(node, yes=message.yes)
+            elif not message.yes:
+                self._seating.dismiss(node, "it does something that no standby repeats")
         elif isinstance(message, Leave):
             self._said_goodbye(node)
 
@@ -114,7 +123,10 @@ class SchedulerControl(NodeControl):
             return
         known = node, message.num_workers, message.num_servers, message.package
         is_late = bool(self._rendezvous.roster) or office.error is not None
-        refusal = (self._rendezvous.disagreement if is_late else self._rendezvous.register)(*known)
+        if is_late:
+            refusal = self._rendezvous.disagreement(*known)
+        else:
+            refusal = self._rendezvous.register(*known, stands_by=message.stands_by)
         if is_late and (refusal is None or not office.config.rejoin_timeout_s):
             self._seating.asked(delivery, node, now)
             return
@@ -141,15 +153,22 @@ class SchedulerControl(NodeControl):
             office.log.info(
                 1, f"assign rank={node.node_id} to node role={node.role}, ip={node.host}"
             )
-            office.links.send(node.uid, Roster(node.node_id, roster, 0), (), 1, now)
+            attempts = (0,) * len(roster)
+            message = Roster(node.node_id, roster, attempts, self._rendezvous.standbys)
+            office.links.send(node.uid, message, (), 1, now)
         config = office.config
         office.log.info(
             1,
             f"the scheduler is connected to {config.num_workers} workers "
             f"and {config.num_servers} servers",
         )
-        office.join(self._node, roster, now)
-        self._seating.begin(roster, now)
+        standbys = self._rendezvous.standbys
+        office.join(self._node, roster, now, standbys=standbys)
+        self._seating.begin(roster, standbys, now)
+        # They do not join, so they get and send heartbeats as nodes that wait.
+        self._listeners = {node.uid: node for node in standbys}
+        if standbys:
+            self._beats.set(beat_at(config, now))
 
     def _waiting_message(self, now: float) -> Waiting:
         rendezvous = self._rendezvous
@@ -268,9 +287,9 @@ class SchedulerControl(NodeControl):
         if not self._loss_reports.puts_off(speaker, "", now):
             self._depart(speaker, left=False, reason="it has ended")
 
-    def _hear_of_worker(self, speaker: int, message: Vacant, now: float) -> None:
-        """Note that a server has lost a worker; look later whether it is lost here too."""
-        if not self._office.config.rejoin_timeout_s or role_of(message.node) is not Role.WORKER:
+    def _hear_of_loss(self, speaker: int, message: Vacant, now: float) -> None:
+        """Note that a member has lost a node; look later whether it is lost here too."""
+        if role_of(message.node) is Role.SCHEDULER:
             return
         is_there = self._office.watch.is_connected(
             self._office.membership.uids.get(message.node, "")
@@ -280,7 +299,7 @@ class SchedulerControl(NodeControl):
         self._office.io_queue.timers.add(now + wait_s, believe)
 
     def _believe(self, speaker: int, message: Vacant) -> None:
-        """Give up a worker that a server has lost, although it is still connected here."""
+        """Give up a node that a member has lost, although it is still connected here."""
         membership, node = self._office.membership, message.node
         is_over = node in membership.vacant or node in membership.gone
         if not is_over and message.attempt == membership.attempts.get(node, 0):
@@ -289,7 +308,7 @@ class SchedulerControl(NodeControl):
 
     def _lost_while_gathering(self, peer: str, reason: str, now: float) -> None:
         node = self._waiting.pop(peer, None)
-        if self._seating.seats.withdraw(peer):
+        if self._seating.seats.withdraw(peer) or self._seating.standby_lost(peer, reason):
             return
         if node is not None:
             sentence = f"a {node.role} on {node.host} (pid {node.pid}) is lost: {reason}"
@@ -310,8 +329,12 @@ class SchedulerControl(NodeControl):
         self._release(self._barriers.depart(gone.node.node_id, gone.sentence))
         self._surveyor.departed(gone.node.node_id, office.clock())
         if not gone.left:
+            for standby in self._seating.seats.standbys():
+                office.links.send_unnumbered(standby.uid, Refused(*told(gone.error)))
             office.fail(gone.error)
         live = office.membership.live
+        if not live(Role.WORKER):
+            self._seating.release_standbys()
         if not live(Role.WORKER) and not live(Role.SERVER):
             office.finished.set_result(None)
 

@@ -1,4 +1,4 @@
-"""``Seating``: gives the seat of a lost worker to another process (I/O thread).
+"""``Seating``: gives the seat of a lost node to another process (I/O thread).
 
 On the scheduler. ``protocol/succession.py`` decides. This file tells the members, and lets the new
 process join once all of them know it: from then on, nothing that the lost process may still send
@@ -17,7 +17,15 @@ from pslite.ids import NodeInfo
 from pslite.node.control import ControlOffice
 from pslite.node.links import Delivery
 from pslite.protocol.succession import Seats, Succession
-from pslite.wire.messages import Members, Refused, Roster, Seated, Vacant, Waiting
+from pslite.wire.messages import (
+    Members,
+    Refused,
+    Roster,
+    Seated,
+    StandsBy,
+    Vacant,
+    Waiting,
+)
 
 #: How often to look at vacant seats and at processes that ask for one.
 _LOOK_INTERVAL_S = 1.0
@@ -44,9 +52,15 @@ class Seating:
         self.seats = Seats(office.config.rejoin_timeout_s)
         self._timer = office.io_queue.timers.new(self._look)
 
-    def begin(self, roster: tuple[NodeInfo, ...], now: float) -> None:
+    def begin(
+        self, roster: tuple[NodeInfo, ...], standbys: tuple[NodeInfo, ...], now: float
+    ) -> None:
         """Begin with a complete cluster."""
-        self.seats.begin(roster)
+        self.seats.begin(roster, standbys)
+        for standby in standbys:
+            primary = self._office.membership.node(standby.node_id)
+            if primary is not None:
+                self._office.links.send(standby.uid, StandsBy((primary,)), (), 1, now)
         if self.seats.wait_s:
             self._timer.set(now + _LOOK_INTERVAL_S)
 
@@ -62,8 +76,37 @@ class Seating:
         self._say_whom_it_awaits(now)
         self._fill(now)
 
+    def dismiss(self, node_id: int, why: str) -> None:
+        """Let a server go on without its standby, if it has one."""
+        standby = self.seats.dismiss(node_id)
+        if standby is not None:
+            office = self._office
+            office.log.info(0, f"{office.membership.title(node_id)} has no standby any more: {why}")
+            office.send(node_id, StandsBy(()))
+            self._release(standby)
+
+    def release_standbys(self) -> None:
+        """Let all standbys end: the job is over."""
+        for standby in self.seats.standbys():
+            self.seats.dismiss(standby.node_id)
+            self._release(standby)
+
+    def _release(self, standby: NodeInfo) -> None:
+        office = self._office
+        office.watch.forget(standby.uid)
+        office.links.send(standby.uid, StandsBy(()), (), 1, office.clock())
+
+    def standby_lost(self, peer: str, reason: str) -> bool:
+        """Handle the loss of a process that has not joined; return whether it stood by."""
+        for standby in self.seats.standbys():
+            if standby.uid == peer:
+                self.dismiss(standby.node_id, f"the standby is lost: {reason}")
+                self._office.links.shut(peer)
+                return True
+        return False
+
     def lost(self, node_id: int, reason: str, now: float) -> bool:
-        """Handle the loss of a worker; return whether its seat waits for another process."""
+        """Handle the loss of a node; return whether its seat waits for another process."""
         office = self._office
         node = office.membership.node(node_id)
         if node is None or not self.seats.lost(node_id, reason, now):
@@ -118,7 +161,8 @@ class Seating:
         if not office.links.everything_accepted(others):
             return False
         self.seats.welcomed(node.node_id, attempt)
-        office.send(node.node_id, Roster(node.node_id, membership.roster, attempt))
+        attempts = tuple(membership.attempts.get(each.node_id, 0) for each in membership.roster)
+        office.send(node.node_id, Roster(node.node_id, membership.roster, attempts))
         gone = membership.gone.values()
         if gone:
             ids = tuple(each.node.node_id for each in gone)

@@ -42,16 +42,20 @@ from pslite.plane.interface import (
     ServerApp,
     cut,
     cuts_of,
+    frames_of,
+    piece_from,
     piece_of,
 )
 from pslite.plane.server import ServerPlane
 from pslite.plane.transfer import Sink, Transfer
 from pslite.plane.unit import NO_SIZE, OpenRound
 from pslite.plane.worker import WorkerPlane
+from pslite.protocol.rounds import Batch
 from pslite.wire.messages import Ints
 
 __all__ = [
     "NO_SIZE",
+    "Batch",
     "Effect",
     "Formed",
     "Ints",
@@ -68,5 +72,7 @@ __all__ = [
     "WorkerPlane",
     "cut",
     "cuts_of",
+    "frames_of",
+    "piece_from",
     "piece_of",
 ]

@@ -49,6 +49,16 @@ class Row:
     def __bytes__(self) -> bytes:
         return b"".join(self._frames)
 
+    def frames(self, start: int, stop: int) -> list[Buffer]:
+        """Return the bytes [start, stop) as views of the frames that hold them."""
+        found, begin = [], 0
+        for frame, end in zip(self._frames, self.stops, strict=True):
+            if begin < stop and start < end:
+                view = memoryview(frame)
+                found.append(view[max(start - begin, 0) : min(stop, end) - begin])
+            begin = end
+        return found
+
     def piece(self, start: int, stop: int) -> Piece:
         """Return the bytes [start, stop) as a piece of one frame, or else of this row."""
         index = min(bisect_right(self.stops, start), len(self.stops) - 1)
@@ -74,6 +84,22 @@ def cuts_of(pieces: Sequence[Piece]) -> list[int]:
         if type(frame) is Row:
             cuts.update(end - start for end in frame.stops if start < end < stop)
     return sorted(cuts)
+
+
+def frames_of(piece: Piece) -> list[Buffer]:
+    """Return the bytes of a piece as frames to send."""
+    if type(piece.frame) is Row:
+        return piece.frame.frames(piece.start, piece.stop)
+    return [memoryview(piece.frame).cast("B")[piece.start : piece.stop]]
+
+
+def piece_from(frames: Sequence[Buffer]) -> Piece:
+    """Return received frames as one piece."""
+    if len(frames) == 1:
+        frame = _as_bytes(frames[0])
+        return Piece(frame, 0, len(frame))
+    row = Row([memoryview(frame).cast("B") for frame in frames])
+    return Piece(row, 0, len(row) if frames else 0)
 
 
 class Job(NamedTuple):
@@ -105,6 +131,10 @@ class Formed(Protocol):
     def nbytes(self) -> int:
         """The size of a contribution, or of the answer to a pull if known."""
 
+    @property
+    def source(self) -> tuple[int, Piece]:
+        """The form and the bytes from which a contribution was made, for a standby."""
+
 
 class ServerApp(Protocol):
     """The server's app. ``apply`` runs on pool threads, the rest on the I/O thread."""
@@ -114,6 +144,14 @@ class ServerApp(Protocol):
 
         The jobs of a part always run on the same pool thread, and never at the same time as
         ``read`` of that part. So a part needs no lock.
+        """
+
+    def summed(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return these jobs, with one sum in place of many contributions where that is possible.
+
+        To apply such a job gives the same bits. The sums are in memory that a standby can read,
+        and stay unchanged. Runs before ``apply``, on the same thread; only called on a server with
+        a standby.
         """
 
     def read(self, parts: Sequence[int]) -> list[Buffer]:

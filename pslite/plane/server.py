@@ -25,8 +25,8 @@ from pslite.plane.interface import (
 )
 from pslite.plane.replies import Replies
 from pslite.plane.unit import NO_SIZE, OpenRound, Parts, Unit
-from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds
-from pslite.wire.messages import Exchange, StaleEpoch
+from pslite.protocol.rounds import AsyncRounds, Batch, Rounds, SyncRounds
+from pslite.wire.messages import Exchange, Ints, StaleEpoch
 
 #: The most requests of later epochs to keep until the scheduler announces these epochs here.
 _MAX_EARLY = 65_536
@@ -231,6 +231,36 @@ class ServerPlane:
                     unit.finish(batch, error, replies)
                     ready.append(unit)
         return self._effects(replies, ready)
+
+    def job_of(
+        self,
+        parts: Ints,
+        sizes: Ints,
+        pairs: Sequence[tuple[int, int]],
+        payloads: Sequence[tuple[int, Piece]],
+    ) -> tuple[int, Job]:
+        """Return a round that a standby is to apply, and its lane.
+
+        ``payloads`` are (form, bytes). Raises ``ProtocolError`` if a part is not open.
+        """
+        units = [self._parts.single(part) for part in parts]
+        if not units or None in units:
+            raise ProtocolError(f"this standby does not have part {parts[0] if parts else None}")
+        is_formed = any(form for form, _ in payloads)
+        made = [
+            self.app.take(parts[0], form, piece, is_push=True) if form else piece
+            for form, piece in payloads
+        ]
+        batch = Batch(tuple(pairs), tuple(made))
+        lane = units[0].lane if units[0] is not None else 0
+        return lane, Job(parts, sizes, sizes, batch, is_formed=is_formed)
+
+    def repeated(self, job: Job) -> None:
+        """Note that a standby has applied a round."""
+        for part in job.parts:
+            unit = self._parts.single(part)
+            if unit is not None:
+                unit.rounds.repeated(job.batch.rounds)
 
     def leave(self, rank: int, error: BaseException) -> list[Effect]:
         """Remove a worker that said goodbye, once all its pushes have arrived."""

@@ -272,6 +272,13 @@ class Requested:
         request, round_pulled = self.pulling
         return None if request[0].push or round_pulled != round_ else request
 
+    def unanswered(self, transfer: Transfer) -> list[tuple[int | None, int]]:
+        """Return (index, round) of a transfer's requests that were sent and not answered."""
+        found = [(r, request) for r, request in self.inflight.items()]
+        if self.pulling is not None and not self.pulling[0][0].push:
+            found.append((self.pulling[1], self.pulling[0]))
+        return [(index, round_) for round_, (sent, index) in found if sent is transfer]
+
     def answered(self, request: Request, round_: int, pushed: bool) -> None:
         """Note that a request from ``find`` is answered."""
         if pushed:

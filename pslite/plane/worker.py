@@ -273,6 +273,17 @@ class WorkerPlane:
         """Whether this process has not come to the step that it repeats."""
         return self._gate.refuses_pushes
 
+    def reroute(self, server: int) -> None:
+        """Send what a server has not answered again: another process has its seat."""
+        self.outbox.pop(server, None)
+        for transfer in [t for t in self._active if t.server == server]:
+            entries: list[tuple[int | None, int]] = []
+            for state in dict.fromkeys(map(self._parts.get, transfer.parts)):
+                if state is not None:
+                    entries += state.unanswered(transfer)
+            if entries:
+                self._queue_send(transfer, entries)
+
     def depart(self, server: int, error: BaseException) -> None:
         """Fail all requests to a gone server, and later ones, with ``error``."""
         self._departed[server] = error

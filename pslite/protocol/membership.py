@@ -37,12 +37,16 @@ class Refusal:
 class Rendezvous:
     """Collects the registrations of one cluster until it is complete."""
 
-    def __init__(self, num_workers: int, num_servers: int, package: str) -> None:
+    def __init__(self, num_workers: int, num_servers: int, package: str, standbys: int = 0) -> None:
+        """``standbys`` is the number of standbys of each server."""
         self._wanted = {Role.WORKER: num_workers, Role.SERVER: num_servers}
+        self._num_standbys = standbys * num_servers
         self._package = package
         self._started_at = 0.0
         #: The registered nodes, in the order of registration.
         self.registered: tuple[NodeInfo, ...] = ()
+        #: The standbys of servers, with the ranks of these servers.
+        self.standbys: tuple[NodeInfo, ...] = ()
         #: All nodes by role and rank (workers, then servers); empty until all have registered.
         self.roster: tuple[NodeInfo, ...] = ()
 
@@ -51,19 +55,47 @@ class Rendezvous:
         self._started_at = now
 
     def register(
-        self, node: NodeInfo, num_workers: int, num_servers: int, package: str
+        self,
+        node: NodeInfo,
+        num_workers: int,
+        num_servers: int,
+        package: str,
+        *,
+        stands_by: bool = False,
     ) -> Refusal | None:
-        """Register a node. Registering it again changes nothing."""
-        for known in self.registered:
+        """Register a node, or a standby. Registering it again changes nothing."""
+        for known in self.registered + self.standbys:
             if known.incarnation == node.incarnation or known.uid == node.uid:
                 is_same = (known.incarnation, known.uid) == (node.incarnation, node.uid)
                 return None if is_same else Refusal("another node has the same name")
-        refusal = self._mismatch(node, num_workers, num_servers, package)
+        if stands_by:
+            refusal = self.disagreement(node, num_workers, num_servers, package)
+            refusal = refusal or self._superfluous(node)
+        else:
+            refusal = self._mismatch(node, num_workers, num_servers, package)
         if refusal is not None:
             return refusal
-        self.registered += (node,)
-        if len(self.registered) == sum(self._wanted.values()):
+        if stands_by:
+            self.standbys += (node,)
+        else:
+            self.registered += (node,)
+        is_complete = len(self.registered) == sum(self._wanted.values())
+        if is_complete and len(self.standbys) == self._num_standbys:
             self.roster = self._ranked()
+        return None
+
+    def _superfluous(self, standby: NodeInfo) -> Refusal | None:
+        """Return why a standby is not needed."""
+        what = f"the standby of server {standby.rank} on {standby.host} (pid {standby.pid})"
+        if len(self.standbys) >= self._num_standbys:
+            return Refusal(
+                f"this job needs no more than {self._num_standbys} standbys; {what} is one too many"
+            )
+        is_known = any(known.rank == standby.rank for known in self.standbys)
+        if is_known or not 0 <= standby.rank < self._wanted[Role.SERVER]:
+            return Refusal(
+                f"DMLC_TASK_ID of a standby must be the rank of a server without one; got {what}"
+            )
         return None
 
     def disagreement(
@@ -134,17 +166,22 @@ class Rendezvous:
 
     def missing(self) -> tuple[str, ...]:
         """Return the missing nodes, for people: ``2 of 4 workers``."""
-        lines = []
-        for role, wanted in self._wanted.items():
-            there = sum(1 for node in self.registered if node.role == role.value)
-            if there < wanted:
-                plural = "" if wanted == 1 else "s"
-                lines.append(f"{wanted - there} of {wanted} {role.value}{plural}")
-        return tuple(lines)
+        found = {role.value: 0 for role in self._wanted}
+        for node in self.registered:
+            found[node.role] += 1
+        counts = [(role.value, found[role.value], wanted) for role, wanted in self._wanted.items()]
+        counts.append(("standby", len(self.standbys), self._num_standbys))
+        return tuple(
+            f"{wanted - there} of {wanted} {name}{'' if wanted == 1 else 's'}"
+            for name, there, wanted in counts
+            if there < wanted
+        )
 
     def present(self) -> tuple[str, ...]:
         """Return the registered nodes, for people."""
-        return tuple(f"{node.role} on {node.host} (pid {node.pid})" for node in self.registered)
+        named = [(node.role, node) for node in self.registered]
+        named += [(f"standby of server {node.rank}", node) for node in self.standbys]
+        return tuple(f"{name} on {node.host} (pid {node.pid})" for name, node in named)
 
     def waited_s(self, now: float) -> float:
         return now - self._started_at
@@ -193,7 +230,7 @@ class Membership:
     ending: set[int] = field(default_factory=set)
     """The ids of nodes that have said that they end because of a lost node."""
     vacant: dict[int, str] = field(default_factory=dict)
-    """The ids of lost workers whose seats wait for another process, with the reasons."""
+    """The ids of lost nodes whose seats wait for another process, with the reasons."""
     attempts: dict[int, int] = field(default_factory=dict)
     """Node id -> how many processes had its seat before; absent for the first one."""
     uids: dict[int, str] = field(default_factory=dict)
@@ -201,9 +238,14 @@ class Membership:
     node_ids: dict[str, int] = field(default_factory=dict)
     """The van's name of a node -> node id."""
 
-    def begin(self, roster: tuple[NodeInfo, ...], epoch: int = 1) -> None:
-        """Set the roster: the cluster is complete."""
+    def begin(
+        self, roster: tuple[NodeInfo, ...], epoch: int = 1, attempts: Sequence[int] = ()
+    ) -> None:
+        """Set the roster: the cluster is complete. ``attempts`` are parallel to it."""
         self.roster, self.epoch = roster, epoch
+        self.attempts = {
+            node.node_id: count for node, count in zip(roster, attempts, strict=False) if count
+        }
         self.uids = {node.node_id: node.uid for node in roster}
         self.node_ids = {node.uid: node.node_id for node in roster}
 
@@ -270,7 +312,7 @@ class Membership:
         return gone
 
     def vacate(self, node_id: int, attempt: int, reason: str) -> NodeInfo | None:
-        """Note that a worker's process is lost, and that its seat waits for another.
+        """Note that a node's process is lost, and that its seat waits for another.
 
         Returns the entry of the process; None if that was known, or another one has the seat.
         """
@@ -306,9 +348,12 @@ class Membership:
         return node in self.gone and not self.is_leaving(node)
 
     def why_unreachable(
-        self, nodes: Sequence[int], own: NodeInfo | None
+        self, nodes: Sequence[int], own: NodeInfo | None, *, may_wait: bool = False
     ) -> NodeLostError | UsageError | None:
-        """Return the error if the node ``own`` cannot send to ``nodes``; else None."""
+        """Return the error if the node ``own`` cannot send to ``nodes``; else None.
+
+        ``may_wait`` says whether to wait for the next process of a lost server.
+        """
         if own is None:
             return UsageError("requests need a complete cluster; wait for node.ready first")
         for node in nodes:
@@ -316,7 +361,8 @@ class Membership:
             if gone is not None:
                 return NodeLostError(gone.sentence, role=gone.node.role, rank=gone.node.rank)
             info = self.node(node)
-            if info is not None and node in self.vacant:
+            waits = may_wait and role_of(node) is Role.SERVER
+            if info is not None and node in self.vacant and not waits:
                 text = f"{info.title} is lost: {self.vacant[node]}"
                 return NodeLostError(text, role=info.role, rank=info.rank)
             is_neighbour = info is not None and info.role != self.role.value

@@ -130,6 +130,10 @@ class SyncRounds:
         self.version += 1
         self._open.pop(self.version, None)
 
+    def repeated(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Note that a standby has applied this batch, (rank, round) by (rank, round)."""
+        self.version = max((round_ for _, round_ in pairs), default=self.version)
+
     @property
     def running(self) -> bool:
         return self._running
@@ -254,6 +258,13 @@ class AsyncRounds:
         self._ranks[self._running].finish()
         self._running = None
         self.version += 1
+
+    def repeated(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Note that a standby has applied this batch, (rank, round) by (rank, round)."""
+        for rank, round_ in pairs:
+            rounds = self._ranks[rank] = self._of(rank)
+            rounds.repeated(((rank, round_),))
+            self.version += 1
 
     @property
     def running(self) -> bool:

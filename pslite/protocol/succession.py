@@ -2,8 +2,9 @@
 
 A seat is a role and a rank. Plans, parts and node ids name seats, so they stay valid when another
 process takes one. The processes of a seat are numbered by attempts, from 0. This is the scheduler's
-table; ``node/seating.py`` tells it what happens and carries out what it returns. With ``wait_s`` 0,
-and in the seats of servers, no process is replaced: a loss ends the job.
+table; ``node/seating.py`` tells it what happens and carries out what it returns.
+
+**Workers.** With ``wait_s`` 0 no worker is replaced: a loss ends the job.
 
 ===========  ===================================  ================================================
 state        event                                then
@@ -20,11 +21,16 @@ WELCOMING    the process is lost                  VACANT, or WELCOMING another o
 A process may return if it has said so (``MayReturn``): it then has begun a step that another
 process can repeat. If processes of a seat are lost ``MOST_LOSSES`` times before one of them says it
 again, the job ends, since that step cannot succeed.
+
+**Servers.** A server may have a standby, which has repeated all that it did (``replication.py``).
+If the server is lost, its seat is VACANT for no time: the standby takes it at once. Without a
+standby, or while the new process is being welcomed, a loss ends the job.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pslite.ids import NodeInfo, Role
@@ -53,6 +59,8 @@ class _Seat:
     vacant_since: float = 0.0
     reason: str = ""
     """Why its last process was lost."""
+    standby: NodeInfo | None = None
+    """The process that would take the seat of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +87,39 @@ class Seats:
         #: The processes that ask for a seat, by uid, with the time, in the order of arrival.
         self._asking: dict[str, tuple[NodeInfo, float]] = {}
 
-    def begin(self, roster: tuple[NodeInfo, ...]) -> None:
-        """Give the seats of all workers to the first processes."""
-        workers = [node for node in roster if node.role == Role.WORKER.value]
-        self._seats = {node.node_id: _Seat(node) for node in workers}
-        self._num_workers = len(workers)
+    def begin(self, roster: Sequence[NodeInfo], standbys: Sequence[NodeInfo] = ()) -> None:
+        """Give the seats of workers, and of servers with standbys, to the first processes."""
+        seats = {node.node_id: _Seat(node) for node in roster}
+        for standby in standbys:
+            seats[standby.node_id].standby = standby
+        self._seats = {
+            node_id: seat
+            for node_id, seat in seats.items()
+            if seat.standby is not None or seat.node.role == Role.WORKER.value
+        }
+        self._num_workers = sum(1 for node in roster if node.role == Role.WORKER.value)
 
     def may_return(self, node_id: int, *, yes: bool) -> None:
         """Note a worker's word on whether another process could go on in its place."""
         seat = self._seats.get(node_id)
         if seat is not None:
             seat.may_return, seat.num_losses = yes, 0
+
+    def standbys(self) -> list[NodeInfo]:
+        """Return the processes that stand by."""
+        return [seat.standby for seat in self._seats.values() if seat.standby is not None]
+
+    def is_standby(self, uid: str) -> bool:
+        """Return whether a process stands by."""
+        return any(standby.uid == uid for standby in self.standbys())
+
+    def dismiss(self, node_id: int) -> NodeInfo | None:
+        """Let a server have no standby any more; return the one that it had."""
+        seat = self._seats.get(node_id)
+        if seat is None:
+            return None
+        standby, seat.standby = seat.standby, None
+        return standby
 
     def left(self, node_id: int) -> None:
         """Remove the seat of a worker that has said goodbye, or whose loss ends the job."""
@@ -101,7 +131,12 @@ class Seats:
         if seat is None or seat.standing is Standing.VACANT:
             return seat is not None
         seat.num_losses += 1
-        if not (self.wait_s and seat.may_return) or seat.num_losses >= MOST_LOSSES:
+        if seat.node.role == Role.SERVER.value:
+            may_be_followed = seat.standby is not None
+        else:
+            may_be_followed = bool(self.wait_s) and seat.may_return
+            may_be_followed = may_be_followed and seat.num_losses < MOST_LOSSES
+        if not may_be_followed:
             return False
         seat.standing, seat.vacant_since, seat.reason = Standing.VACANT, now, reason
         return True
@@ -119,7 +154,7 @@ class Seats:
             return "this job is complete and does not accept further nodes"
         if node.rank >= self._num_workers:
             return f"this job has {self._num_workers} workers, so none has the rank {node.rank}"
-        ranks = [seat.node.rank for seat in self._seats.values()]
+        ranks = [seat.node.rank for seat in self._workers()]
         if not ranks or (node.rank >= 0 and node.rank not in ranks):
             which = "all workers have" if node.rank < 0 else f"worker {node.rank} has"
             return f"{which} left this job, so no process can take the place"
@@ -134,26 +169,40 @@ class Seats:
         """Return the waiting processes, since when, and for whom."""
         return [(node, since, self._awaited(node)) for node, since in self._asking.values()]
 
+    def _workers(self) -> list[_Seat]:
+        return [seat for seat in self._seats.values() if seat.node.role == Role.WORKER.value]
+
     def _awaited(self, node: NodeInfo) -> str:
-        for seat in self._seats.values():
+        for seat in self._workers():
             if seat.node.rank == node.rank:
                 return f"the end of {seat.node.title}, whose place this process asks for"
         return "a worker to be lost, whose place this process could take"
 
     def take(self) -> list[Succession]:
-        """Give vacant seats to the processes that ask for them, first come, first served."""
+        """Give vacant seats to standbys, and to the processes that ask for them.
+
+        The latter get them in the order in which they came.
+        """
         taken = []
+        for seat in self._seats.values():
+            if seat.standing is Standing.VACANT and seat.standby is not None:
+                standby, seat.standby = seat.standby, None
+                taken.append(self._give(seat, standby))
         for uid, (node, _) in list(self._asking.items()):
-            for seat in self._seats.values():
+            for seat in self._workers():
                 is_right = node.rank in (-1, seat.node.rank)
                 if seat.standing is Standing.VACANT and is_right:
                     del self._asking[uid]
-                    before, seat.node = seat.node, node._replace(rank=seat.node.rank)
-                    seat.attempt += 1
-                    seat.standing = Standing.WELCOMING
-                    taken.append(Succession(seat.node, seat.attempt, before, seat.reason))
+                    taken.append(self._give(seat, node))
                     break
         return taken
+
+    @staticmethod
+    def _give(seat: _Seat, node: NodeInfo) -> Succession:
+        before, seat.node = seat.node, node._replace(rank=seat.node.rank)
+        seat.attempt += 1
+        seat.standing = Standing.WELCOMING
+        return Succession(seat.node, seat.attempt, before, seat.reason)
 
     def welcomed(self, node_id: int, attempt: int) -> bool:
         """Note that all members know a process; return whether it has the seat now."""

@@ -157,10 +157,15 @@ class Simulation:
         self.scheduler = made[0]
         self.servers = made[1 : 1 + num_servers]
         self.workers = made[1 + num_servers :]
+        #: The standbys by rank, until they take the places of their servers.
+        self.standbys = {
+            rank: self._make(Role.SERVER, rank, stands_by=True)
+            for rank in range(num_servers if settings.get("standbys") else 0)
+        }
         self._plan_cuts()
 
-    def _make(self, role: Role, rank: int) -> Postoffice:
-        config = Config(**self._settings, role=role.value, task_id=rank)
+    def _make(self, role: Role, rank: int, *, stands_by: bool = False) -> Postoffice:
+        config = Config(**self._settings, role=role.value, task_id=rank, stands_by=stands_by)
         incarnation = self.random.getrandbits(62) | 1
         uid = node_uid(role, incarnation)
         inner = _Van(self._network, uid, self._wake)
@@ -219,12 +224,22 @@ class Simulation:
             if task.node is node:
                 task.over = task.is_stopped = True
 
+    def kill_server(self, rank: int) -> None:
+        """Kill a server; its standby takes its place if it has one."""
+        self.kill(self.servers[rank])
+        if rank in self.standbys:
+            self.servers[rank] = self.standbys.pop(rank)
+
+    def kill_standby(self, rank: int) -> None:
+        """Kill the standby of a server."""
+        self.kill(self.standbys.pop(rank))
+
     def pause(self, node: Postoffice, until: float) -> None:
         """Stop a node as SIGSTOP stops a process, until a virtual time.
 
         Its connections break meanwhile, as those of a process that is stopped for long.
         """
-        for other in [self.scheduler, *self.servers, *self.workers]:
+        for other in [self.scheduler, *self.servers, *self.workers, *self.standbys.values()]:
             if other is not node:
                 self.cut(node, other, until)
         self._stopped[node.van.uid] = until
@@ -278,11 +293,15 @@ class Simulation:
         self._until(condition, [], limit_s)
 
     def finish(self, limit_s: float = 300.0) -> None:
-        """Let all workers say goodbye, and wait until all servers are finished."""
+        """Let all workers say goodbye, and wait until servers and standbys are finished."""
         for node in self.workers:
             node.io_queue.call(node.control.say_goodbye)
-        ends = [node.finished for node in self.servers]
-        self._until(lambda: all(end.done() for end in ends), [], self.now + limit_s)
+        left = [*self.servers, *self.standbys.values()]
+
+        def is_over(node: Postoffice) -> bool:
+            return node.finished.done() or self._stopped.get(node.van.uid) == math.inf
+
+        self._until(lambda: all(map(is_over, left)), [], self.now + limit_s)
 
     def _until(self, over: Callable[[], bool], tasks: list[_Task], limit_s: float) -> None:
         steps_before = self.steps

@@ -26,7 +26,7 @@ from pslite.errors import ProtocolError, UsageError
 from pslite.ids import NodeInfo
 from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
 
-VERSION = 6
+VERSION = 7
 MAX_HEADER_BYTES = 16 << 20
 MAX_FRAMES = 65_536
 MAX_INTEGERS = 1 << 18

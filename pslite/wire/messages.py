@@ -75,18 +75,23 @@ class Register(Message):
     num_servers: Natural
     package: str
     """Version of the software, which must be the same on all nodes."""
+    stands_by: bool = False
+    """Whether it is a standby of the server with its rank, and not a server itself."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Roster(Message):
     """The scheduler's answer once all nodes have registered."""
 
+    PARALLEL: ClassVar[tuple[str, ...]] = ("members", "attempts")
     node_id: Natural
     """The receiver's own id."""
     members: Nodes
     """All nodes, the scheduler first."""
-    attempt: Natural
-    """How many processes have had the receiver's seat before it."""
+    attempts: Naturals
+    """How many processes have had the seat of each node before; parallel to ``members``."""
+    standbys: Nodes = ()
+    """The standbys of servers, with the ranks of these servers."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -134,9 +139,9 @@ class Members(Message):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Vacant(Message):
-    """A worker's process is lost, and its seat waits for another process.
+    """The process of a worker or server is lost, and its seat waits for another process.
 
-    From a server it is a report to the scheduler, which decides.
+    From a member it is a report to the scheduler, which decides.
     """
 
     node: Natural
@@ -148,7 +153,7 @@ class Vacant(Message):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Seated(Message):
-    """A process has taken the seat of a lost worker; the earlier one is ignored now."""
+    """A process has taken the seat of a lost one, which is ignored from now on."""
 
     node: Nodes
     """One entry, which replaces that of the roster."""
@@ -161,6 +166,72 @@ class MayReturn(Message):
     """Whether another process could go on in the sender's place if it is lost."""
 
     yes: bool
+
+
+# -- standbys: scheduler -> server and standby, server <-> standby --------------------------
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class StandsBy(Message):
+    """Who stands by for whom: to a standby its server, to a server its standby.
+
+    Without an entry: the server has no standby any more, or the standby is no longer needed. From
+    a server to the scheduler that means that it has lost its standby.
+    """
+
+    node: Nodes
+    """One entry or none."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RoundRecord(Message):
+    """A round that a server applies, for its standby, which applies it too.
+
+    The payload frames hold the contributions, or their sum as a single one.
+    """
+
+    PARALLEL: ClassVar[tuple[str, ...]] = ("ranks", "rounds")
+    number: Natural
+    """The number of the record; the standby does what they say in this order."""
+    parts: Naturals
+    sizes: Naturals
+    """Bytes of each part in a contribution."""
+    ranks: Naturals
+    rounds: Naturals
+    """Rank and round of each contribution; parallel."""
+    forms: Naturals
+    """For each payload the app's own form (``Exchange``), or 0."""
+    frames: Naturals
+    """For each payload the number of its frames."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RequestRecord(Message):
+    """A request that a server carries out, for its standby, which does so too."""
+
+    number: Natural
+    """As in ``RoundRecord``."""
+    is_alone: bool
+    """Whether earlier records must be over before it, and later ones begin after it."""
+    sender: Natural
+    """The node id of the asker."""
+    uid: str
+    """The asker's name in the van, which tells it from other processes of its seat."""
+    app: Natural
+    customer: Natural
+    request_id: Natural
+    head: int
+    body: bytes
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Recorded(Message):
+    """The records that a standby has."""
+
+    stored: Natural
+    """It has all records up to this number, so they outlive the server."""
+    done: Natural
+    """It has done what all records up to this number say, and no longer reads their frames."""
 
 
 # -- barriers: node <-> scheduler ---------------------------------------------------------
@@ -430,6 +501,10 @@ ALL_MESSAGES: dict[int, type[Message]] = {
     27: Vacant,
     28: Seated,
     29: MayReturn,
+    30: StandsBy,
+    31: RoundRecord,
+    32: RequestRecord,
+    33: Recorded,
 }
 """The messages by their numbers on the wire."""
 
@@ -437,8 +512,10 @@ _SENT_BY: list[tuple[set[str], tuple[type[Message], ...]]] = [
     ({"scheduler"}, (Roster, Waiting, BarrierLeave, BarrierWaits, Deadlock)),
     ({"scheduler"}, (StatusQuestion, StatusSurvey, Seated)),
     ({"server"}, (Answer, PartsFailed, StaleEpoch, RoundWaits)),
-    ({"scheduler", "server"}, (Vacant,)),
-    ({"worker"}, (Exchange, LongWait, MayReturn)),
+    ({"scheduler", "server"}, (StandsBy,)),
+    ({"server"}, (RoundRecord, RequestRecord, Recorded)),
+    ({"server", "worker"}, (MayReturn,)),
+    ({"worker"}, (Exchange, LongWait)),
     ({"server", "worker"}, (Register, BarrierEnter, SegmentOffer, SegmentTaken, StatusReport)),
 ]
 SENDERS = {kind: frozenset(roles) for roles, kinds in _SENT_BY for kind in kinds}

@@ -1,4 +1,4 @@
-"""A small training whose workers are killed and replaced, beside the same training without a kill.
+"""A small training whose processes are killed and replaced, beside one without a kill.
 
 Each gradient depends chaotically on the weights, the step, the rank and the worker's own state. So
 one value of another round, one contribution that is missing or counts twice, or one state that was
@@ -8,6 +8,7 @@ not restored changes all later bits.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Generator
 from functools import cache, partial
 from typing import Any
@@ -21,6 +22,7 @@ from kvstore.stores.dist.returning import Returning, returning_of
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP, Postoffice
 from pslite.future import gather
+from pslite.protocol.succession import Standing
 from pslite.testing.simulator import Faults, Script, Simulation
 from tests.faults.witness import faults_of
 
@@ -153,14 +155,26 @@ def async_script(results: Results, steps: int = STEPS) -> Script:
 
 MakeScript = Callable[[Results], Script]
 ROWS = {kind: partial(rows_script, kind=kind) for kind in ("lazy", "all", "sum")}
+MAKES: list[MakeScript] = [sync_script, async_script, sync_script, ROWS["lazy"]]
 
 
 def simulation_of(
-    seed: int, num_workers: int = 2, num_servers: int = 1, faults: Faults | None = None
+    seed: int,
+    num_workers: int = 2,
+    num_servers: int = 1,
+    faults: Faults | None = None,
+    *,
+    standbys: int = 0,
 ) -> Simulation:
     """A cluster that waits for processes in place of lost workers."""
     return Simulation(
-        seed, num_workers, num_servers, faults, prepare=install, rejoin_timeout_s=60.0
+        seed,
+        num_workers,
+        num_servers,
+        faults,
+        prepare=install,
+        rejoin_timeout_s=60.0,
+        standbys=standbys,
     )
 
 
@@ -204,37 +218,56 @@ def killed_at(make: MakeScript, at_step: int, rank: int, back_s: float = 0.3) ->
     return results
 
 
-def run(seed: int) -> tuple[Simulation, int]:
-    """A run under network faults in which several workers are killed; return how many were.
+def run(seed: int) -> tuple[Simulation, Counter[str]]:
+    """A run under network faults in which processes are killed; return how many of each role.
 
-    Raises if a worker ends with other weights than in the run without faults.
+    Servers have standbys in half of the seeds. Only one process is lost at a time. Raises if a
+    worker ends with other weights than in the run without faults.
     """
     chance = random.Random(seed)
-    make = sync_script if seed % 3 else async_script
+    make = MAKES[seed % len(MAKES)]
     num_workers, num_servers = chance.choice([(2, 1), (2, 2), (3, 2)])
+    if make in ROWS.values():  # its keys have a part for each server
+        num_workers = 2
     _, expected = without_kill(make, num_workers, num_servers)
-    simulation = simulation_of(seed, num_workers, num_servers, faults_of(seed))
+    simulation = simulation_of(
+        seed, num_workers, num_servers, faults_of(seed), standbys=chance.randint(0, 1)
+    )
     results: Results = {}
     simulation.until(lambda: all(node.ready.done() for node in simulation.workers))
-    killed = [0]
+    killed: Counter[str] = Counter()
 
-    def kill(rank: int) -> None:
-        node = simulation.workers[rank]
+    def kill(victim: tuple[str, int]) -> None:
+        what, rank = victim
         seats = simulation.scheduler.control._seating.seats  # type: ignore[attr-defined]
-        seat = seats._seats.get(node.info.node_id if node.info else 0)
-        may_return = seat is not None and seat.may_return and not simulation._tasks[rank].over
-        if may_return and simulation._stopped.get(node.van.uid) is None:
-            killed[0] += 1
+        if any(seat.standing is not Standing.TAKEN for seat in seats._seats.values()):
+            return
+        node = simulation.workers[rank] if what == "worker" else simulation.servers[rank]
+        if simulation._stopped.get(node.van.uid) is not None:
+            return
+        if what == "worker":
+            seat = seats._seats.get(node.info.node_id if node.info else 0)
+            if seat is None or not seat.may_return or simulation._tasks[rank].over:
+                return
             simulation.restart(node, chance.uniform(0.0, 3.0))
+        elif rank not in simulation.standbys:
+            return
+        elif what == "server":
+            simulation.kill_server(rank)
+        else:
+            simulation.kill_standby(rank)
+        killed[what] += 1
 
+    victims = [("worker", rank) for rank in range(num_workers)]
+    victims += [(what, rank) for what in ("server", "standby") for rank in simulation.standbys]
     for _ in range(chance.randint(1, 3)):
-        rank = chance.randrange(num_workers)
-        simulation.at(simulation.now + chance.uniform(0.0, 8.0), lambda rank=rank: kill(rank))
+        when = simulation.now + chance.uniform(0.0, 8.0)
+        simulation.at(when, partial(kill, chance.choice(victims)))
     simulation.run(make(results), limit_s=600.0)
     simulation.finish(600.0)
     assert sorted(results) == list(range(num_workers))
     assert set(results.values()) == {expected}, f"seed {seed}: other weights"
-    return simulation, killed[0]
+    return simulation, killed
 
 
 def main() -> None:
@@ -243,14 +276,15 @@ def main() -> None:
     import time
 
     first, count = int(sys.argv[1]), int(sys.argv[2])
-    began, killed = time.perf_counter(), 0
+    began, killed = time.perf_counter(), Counter[str]()
     for seed in range(first, first + count):
         try:
             killed += run(seed)[1]
         except BaseException:
             print(f"seed {seed}")
             raise
-    print(f"{count} seeds, {killed} kills in {time.perf_counter() - began:.1f} s")
+    kills = ", ".join(f"{count} {what}s" for what, count in sorted(killed.items()))
+    print(f"{count} seeds, killed {kills} in {time.perf_counter() - began:.1f} s")
 
 
 if __name__ == "__main__":

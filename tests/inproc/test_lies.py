@@ -114,7 +114,7 @@ def test_who_says_of_itself_that_it_has_lost_another_is_the_one_that_ends(
 
 
 OF_THE_SCHEDULER: list[Message] = [
-    Roster(9, (), 0),
+    Roster(9, (), ()),
     Waiting((), ("nobody",), 1.0),
     BarrierLeave(WORKER_GROUP, 1, "", ""),
     BarrierWaits(WORKER_GROUP, 1, (), 60.0),

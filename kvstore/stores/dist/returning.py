@@ -53,6 +53,8 @@ class Returning:
         self._node_ref = weakref.ref(node)
         self._server = node_id(Role.SERVER, node.rank % max(node.config.num_servers, 1))
         self.is_on = node.config.rejoin_timeout_s > 0
+        if node.config.standbys:  # which repeat what stores ask of servers
+            node.customers.repeated_apps.add(STORE_APP)
         #: The calls with numbers of each store.
         self._joint_calls: weakref.WeakValueDictionary[int, JointCalls] = (
             weakref.WeakValueDictionary()

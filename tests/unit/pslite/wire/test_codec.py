@@ -487,7 +487,7 @@ def test_lists_have_limits_of_their_own() -> None:
     many[ENVELOPE_FIELDS] = [""] * (MAX_LISTED + 1)
     with pytest.raises(ProtocolError, match="texts"):
         decode([msgpack.packb(many)])
-    nodes = header(Roster(1, (), 0))
+    nodes = header(Roster(1, (), ()))
     nodes[ENVELOPE_FIELDS + 1] = [[]] * (MAX_LISTED + 1)
     with pytest.raises(ProtocolError, match="list of at most"):
         decode([msgpack.packb(nodes)])
