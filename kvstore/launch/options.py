@@ -26,7 +26,9 @@ _LEAST = {
     "--worker-gpus": 0,
     "--restarts": 0,
     "--worker-restarts": 0,
+    "--standbys": 0,
 }  # the minimum of all other numbers is 1
+_MOST = {"--standbys": 1}  # all other numbers have no maximum
 
 # The launcher decides these; a value given by hand would contradict the other processes.
 RESERVED_NAMES = frozenset(
@@ -39,6 +41,8 @@ RESERVED_NAMES = frozenset(
         "DMLC_PS_ROOT_PORT",
         "DMLC_JOB_CLUSTER",
         "DMLC_NUM_ATTEMPT",
+        "PS_STANDBYS",
+        "PS_STANDS_BY",
         "PS_JOB_ID",
         "PS_JOB_KEY_FD",
         "PS_LISTEN_FD",
@@ -126,6 +130,7 @@ class LaunchOptions:
     log_dir: str | None = None
     restarts: int = 0
     worker_restarts: int = 0
+    standbys: int = 0
     notes: tuple[str, ...] = ()
     launcher: str = "local"
     hostfile: str | None = None
@@ -141,7 +146,7 @@ class LaunchOptions:
 # Attributes of LaunchOptions that are copied from argparse's result unchanged.
 _AS_GIVEN = (
     *("num_workers", "num_servers", "log_dir", "launcher", "hostfile"),
-    *("restarts", "worker_restarts"),
+    *("restarts", "worker_restarts", "standbys"),
     "sync_dst_dir",
     *("check", "dry_run", "show_status", "python", "tied"),
 )
@@ -308,6 +313,8 @@ def _check(found: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         given = getattr(found, action.dest)
         if value == "N" and given is not None and given < (least := _LEAST.get(option, 1)):
             raise LaunchError(f"{option} must be at least {least}, got {given}")
+        if given is not None and given > (most := _MOST.get(option, given)):
+            raise LaunchError(f"{option} must be at most {most}, got {given}")
         if given != action.default and found.launcher not in launchers:
             raise LaunchError(
                 f"{option} works only with --launcher {', '.join(launchers)}, got "
@@ -403,6 +410,11 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "old place and repeats its step; after any other failure end all processes and start the "
         "whole job again: kv.steps(..., checkpoint=DIR) goes on where it has last saved",
     ),
+    (
+        *("--standbys", LAUNCHERS[:-1], "N"),
+        "N standbys for each server, 0 or 1: a standby repeats what its server does, and takes its "
+        "place if the server is lost (default: 0)",
+    ),
     ("--p3", LAUNCHERS, "", "no effect (for old scripts): priorities are always on"),
     (
         *("--log-dir", LAUNCHERS, "DIR"),
@@ -435,6 +447,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "--num-workers": {"required": True},
     "--restarts": {"default": 0},
     "--worker-restarts": {"default": 0},
+    "--standbys": {"default": 0},
     "--no-status": {"action": "store_false", "dest": "show_status"},
     "--worker-memory": {"dest": "worker_memory_mb"},
     "--server-memory": {"dest": "server_memory_mb"},

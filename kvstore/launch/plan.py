@@ -4,8 +4,9 @@ This module is pure: it turns options and facts into a list of :class:`ProcessSp
 starts nor reads anything. The variables are those of ps-lite (``DMLC_*``) plus ``PS_JOB_ID``,
 ``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. With ``--restarts``
 there are ``PS_REJOIN_TIMEOUT`` and ``DMLC_NUM_ATTEMPT`` too, the latter as in dmlc-core
-(tracker/dmlc_tracker/local.py). Read ``launch/job/supervisor.py`` next, which starts these
-processes.
+(tracker/dmlc_tracker/local.py). With ``--standbys`` all get ``PS_STANDBYS``, and a standby has the
+variables of its server and ``PS_STANDS_BY``. Read ``launch/job/supervisor.py`` next, which starts
+these processes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _PYTHON = re.compile(r"(python|pypy)[0-9.]*\Z")
 # Variables of an enclosing job, which no process of this job may see.
 _FOREIGN_NAMES = (
     *("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK", "DMLC_NUM_ATTEMPT"),
+    *("PS_STANDBYS", "PS_STANDS_BY"),
     AGENT_ID_NAME,
 )
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
@@ -40,7 +42,10 @@ REJOIN_S = "60"
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process. Its ``environment`` is added to :func:`base_environment`."""
+    """One process. Its ``environment`` is added to :func:`base_environment`.
+
+    ``role`` is scheduler, server, worker or standby; the ``rank`` of a standby is its server's.
+    """
 
     role: str
     rank: int
@@ -87,7 +92,7 @@ def plan_job(
     environ: Mapping[str, str],
     service_command: Sequence[str],
 ) -> list[ProcessSpec]:
-    """Plan a job: the scheduler, then the servers, then the workers.
+    """Plan a job: the scheduler, then the servers, their standbys, and the workers.
 
     ``environ`` is the launcher's own environment. ``service_command`` starts a scheduler or a
     server, depending on DMLC_ROLE.
@@ -115,6 +120,11 @@ def plan_job(
     roles: dict[str, tuple[int, Sequence[str], dict[str, str]]] = {
         "scheduler": (1, service_command, scheduler),
         "server": (options.num_servers, service_command, server),
+        "standby": (
+            options.num_servers * options.standbys,
+            service_command,
+            {**server, "PS_STANDS_BY": "1"},
+        ),
         "worker": (options.num_workers, options.command, worker),
     }
     for role, (_, _, environment) in roles.items():
@@ -131,7 +141,7 @@ def plan_job(
             {
                 **environment,
                 **job,
-                "DMLC_ROLE": role,
+                "DMLC_ROLE": "server" if role == "standby" else role,
                 "DMLC_TASK_ID": str(rank),
                 **(ranks[rank] if role == "worker" else {}),
             },
@@ -196,6 +206,8 @@ def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
     }
     if options.restarts or facts.attempt:
         job["DMLC_NUM_ATTEMPT"] = str(facts.attempt)
+    if options.standbys:
+        job["PS_STANDBYS"] = str(options.standbys)
     if facts.key_file is not None:
         job["PS_JOB_KEY_FILE"] = facts.key_file
     return job

@@ -73,6 +73,10 @@ class StoreCall(enum.IntEnum):
     MARK_TABLE = 20
     KEEP_STEP = 21
     KEPT_STEP = 22
+    # From a server to its new standby.
+    COPY_PARTS = 23
+    COPY_STATE = 24
+    COPY_ROWS = 25
 
 
 class Declared(NamedTuple):

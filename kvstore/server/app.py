@@ -24,8 +24,8 @@ from kvstore.server.sparse import KeyPart, answer_cut
 from kvstore.sparse.payload import ROWS_FORM
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
-from pslite.ids import Role, rank_of
-from pslite.plane import Formed, Job, Outcome, Piece, ServerPlane
+from pslite.ids import Role, node_id, rank_of
+from pslite.plane import Formed, Job, Outcome, Piece, ServerPlane, StateRecord
 
 #: Requests that one worker makes for all: the lowest live rank, which the directory chooses.
 ONCE_FOR_ALL = frozenset(
@@ -174,6 +174,27 @@ class ServerStores:
         """Replace contributions by their sums where these are shorter."""
         return [job if job.is_formed else self._dense.summed(job) for job in jobs]
 
+    def copy_state(self) -> list[StateRecord] | None:
+        """Return the state of all stores as requests for a new standby."""
+        records: list[StateRecord] = []
+        for number, store in self._stores.items():
+            is_synchronous = store.ranks is not None
+            if store.optimizer is not None:
+                body = pack(number, is_synchronous, False, to_plain(store.optimizer))
+                records.append(StateRecord(0, StoreCall.SET_OPTIMIZER, body, ()))
+            if store.compression.rules:
+                body = pack(number, is_synchronous, False, store.compression.plain(), [])
+                records.append(StateRecord(0, StoreCall.SET_COMPRESSION, body, ()))
+            records += self._dense.copies(number, store)
+            rows = self._rows.copies(number, store)
+            if rows is None:
+                return None
+            records += rows
+        for rank, (body, frames) in self._kept_steps.items():
+            sender = node_id(Role.WORKER, rank)
+            records.append(StateRecord(sender, StoreCall.KEEP_STEP, body, frames))
+        return records
+
     def _apply_formed(self, job: Job) -> Outcome:
         if not job.is_formed:
             return self.apply([job])[0]
@@ -207,7 +228,9 @@ class ServerStores:
     # -- requests ----------------------------------------------------------------------
 
     def handle(self, incoming: Incoming) -> None:
-        """Handle a request of ``StoreCall``. On the I/O thread."""
+        """Handle a request of a worker (``StoreCall``). On the I/O thread."""
+        if incoming.head in (StoreCall.COPY_PARTS, StoreCall.COPY_STATE, StoreCall.COPY_ROWS):
+            raise ProtocolError(f"only a server sends {StoreCall(incoming.head).name}")
         if incoming.head in REPEATED:
             alone = REPEATED[StoreCall(incoming.head)]
             self._node.traffic.replicate(incoming, self._carry_out, alone=alone)

@@ -168,7 +168,7 @@ def can_be_summed(stretch: Stretch) -> bool:
 
 
 def add_up_stretch(stretch: Stretch, payloads: Sequence[Piece], total: Flat) -> None:
-    """Add up the contributions to a stretch; ``total`` holds the bytes of the whole job."""
+    """Add up the contributions to a stretch; ``total`` is that of the whole job."""
     start, stop = stretch.offset, stretch.offset + stretch.nbytes
     dtype = stretch.arena.weight.dtype
     pieces = [piece_of(piece, start, stop) for piece in payloads]

@@ -17,7 +17,15 @@ import numpy as np
 from kvstore.arrays.cpu.sums import Flat
 from kvstore.arrays.cpu.threads import Cores
 from kvstore.compression import Compression
-from kvstore.protocol.requests import PartEntry, StoreCall, bytes_of, pack, unpack, unpack_parts
+from kvstore.protocol.requests import (
+    PartEntry,
+    StoreCall,
+    bytes_of,
+    pack,
+    pack_parts,
+    unpack,
+    unpack_parts,
+)
 from kvstore.server.apply import add_up_stretch, can_be_summed
 from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.malloc import LateReturn
@@ -25,7 +33,7 @@ from kvstore.server.memory import Arena, Part, StoreState
 from kvstore.server.part_table import PartTable
 from pslite import Incoming, Postoffice
 from pslite.errors import UsageError, unexpected
-from pslite.plane import Batch, Ints, Job, Outcome, Piece, ServerPlane, cut
+from pslite.plane import Batch, Ints, Job, Outcome, Piece, ServerPlane, StateRecord, cut
 
 #: At most this many unused copies are kept, such as those of parts that are now pulled separately.
 _MAX_COPIES = 16
@@ -71,6 +79,8 @@ class DenseStores:
             StoreCall.READ: self._read_parts,
             StoreCall.WRITE: self._write_parts,
             StoreCall.SET_COMPRESSION: self._set_compression,
+            StoreCall.COPY_PARTS: self._take_counts,
+            StoreCall.COPY_STATE: self._take_state,
         }
 
     def remove(self, number: int) -> Part | None:
@@ -286,6 +296,61 @@ class DenseStores:
             part.write(*found[part.entry.part], has_values=has_values)
 
         self._lanes.run(incoming, parts, write, incoming.respond)
+
+    # -- a new standby -----------------------------------------------------------------
+
+    def copies(self, number: int, store: StoreState) -> Iterator[StateRecord]:
+        """Yield requests that give a new standby the parts of a store; see ``take_copy``."""
+        arenas: dict[Arena, list[Part]] = {}
+        for part in self.parts:
+            if part.store is store:
+                arenas.setdefault(part.arena, []).append(part)
+        for arena, parts in arenas.items():
+            numbers = [part.entry.part for part in parts]
+            states = arena.state(store.optimizer)  # they may begin the counts anew
+            rules = [store.compression.number_of(part.rule) for part in parts]
+            entries = pack_parts([part.entry for part in parts])
+            body = pack(number, store.ranks is not None, entries, rules, [len(parts)])
+            yield StateRecord(0, StoreCall.INIT, body, [self._copied(arena.weight, parts)])
+            arrays = [*enumerate(states), (-1, arena.previous)]
+            for index, array in arrays:
+                if array is not None:
+                    copied = [self._copied(array, parts)]
+                    yield StateRecord(0, StoreCall.COPY_STATE, pack(numbers, index), copied)
+            rounds = [list(map(list, self._plane.counts(part))) for part in numbers]
+            body = pack(numbers, [part.count for part in parts], rounds)
+            yield StateRecord(0, StoreCall.COPY_PARTS, body, ())
+
+    def _copied(self, array: Flat, parts: Sequence[Part]) -> Any:
+        """Return copies of some parts' shares of an array, one after the other."""
+        size = array.itemsize
+        copy = self._allocate(size * sum(part.stop - part.start for part in parts))
+        start = 0
+        for part in parts:
+            stop = start + size * (part.stop - part.start)
+            copy[start:stop] = array[part.start : part.stop].view(np.uint8)
+            start = stop
+        return copy.data
+
+    def _take_counts(self, incoming: Incoming) -> None:
+        """Set the numbers of updates and of rounds of new parts."""
+        numbers, counts, rounds = unpack(incoming.body, list, list, list)
+        for part, count, applied in zip(self._found(numbers), counts, rounds, strict=True):
+            part.count = count
+            self._plane.resume(part.entry.part, [(rank, number) for rank, number in applied])
+        incoming.respond()
+
+    def _take_state(self, incoming: Incoming) -> None:
+        """Set one array of new parts: a state, or the values before the last round (-1)."""
+        numbers, index = unpack(incoming.body, list, int)
+        parts = self._found(numbers)
+        arena = parts[0].arena
+        arena.keep_previous(slice(0, 0))
+        array = arena.previous if index < 0 else arena.state(arena.store.optimizer)[index]
+        if array is None or array.nbytes != len(incoming.frames[0]):
+            raise unexpected("an array of the size of the parts", len(incoming.frames[0]))
+        array.view(np.uint8)[:] = bytes_of(Piece(incoming.frames[0], 0, array.nbytes))
+        incoming.respond()
 
     def _found(self, numbers: Sequence[Any]) -> list[Part]:
         parts = []

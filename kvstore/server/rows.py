@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore.optimizer.base import Optimizer
-from kvstore.protocol.requests import StoreCall, bytes_of, pack, unpack, unpack_row_part
+from kvstore.protocol.requests import (
+    StoreCall,
+    bytes_of,
+    pack,
+    pack_row_part,
+    unpack,
+    unpack_row_part,
+)
 from kvstore.server.lanes import Lanes
 from kvstore.server.memory import Part, StoreState
 from kvstore.server.row_part import RowPart, longs
@@ -26,7 +33,7 @@ from kvstore.sparse.tables.settings import checked_table_optimizer, settings_fro
 from kvstore.sparse.tables.shard import TableShare
 from pslite import Incoming
 from pslite.errors import ProtocolError, UsageError, unexpected
-from pslite.plane import NO_SIZE, Job, Outcome, Piece, ServerPlane
+from pslite.plane import NO_SIZE, Job, Outcome, Piece, ServerPlane, StateRecord
 
 P = TypeVar("P", bound=RowPart)
 Answered = tuple[bytes, list[bytes]] | None
@@ -73,6 +80,7 @@ class RowStores:
             StoreCall.TABLE_OPTIMIZER: self._set_optimizer,
             StoreCall.TABLE_STATS: self._stats,
             StoreCall.MARK_TABLE: self._mark,
+            StoreCall.COPY_ROWS: self._take_copy,
         }
 
     def __len__(self) -> int:
@@ -169,6 +177,41 @@ class RowStores:
         if num_updates < -1:
             raise unexpected("a number of updates, or -1", num_updates)
         self._run(incoming, self._found(number), lambda part: part.end(num_updates, fields))
+
+    # -- a new standby -----------------------------------------------------------------
+
+    def copies(self, number: int, store: StoreState) -> list[StateRecord] | None:
+        """Return requests that give a new standby the parts of a store.
+
+        None if the rows of a part are being loaded, or if it is a share of a table.
+        """
+        records = []
+        for part in self._parts.values():
+            if part.store is not store:
+                continue
+            found = part.copy() if isinstance(part, KeyPart) else None
+            if found is None or not isinstance(part, KeyPart):
+                return None
+            fields, arrays = found
+            is_full = len(part.table) == part.entry.num_rows
+            body = pack(number, store.ranks is not None, is_full, pack_row_part(part.entry))
+            records.append(StateRecord(0, StoreCall.INIT_ROWS, body, ()))
+            rounds = list(map(list, self._plane.counts(part.number)))
+            body = pack(part.number, fields, rounds)
+            frames = [np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays]
+            records.append(StateRecord(0, StoreCall.COPY_ROWS, body, frames))
+        return records
+
+    def _take_copy(self, incoming: Incoming) -> None:
+        number, fields, rounds = unpack(incoming.body, int, list, list)
+        frames = incoming.frames
+        self._plane.resume(number, [(rank, count) for rank, count in rounds])
+
+        def take(part: RowPart) -> None:
+            if isinstance(part, KeyPart):
+                part.take_copy(fields, frames)
+
+        self._run(incoming, self._found(number), take)
 
     # -- tables ------------------------------------------------------------------------
 

@@ -199,6 +199,46 @@ class KeyPart(RowPart):
             self.table.count = num_updates
         self.arriving = None
 
+    # -- a new standby -----------------------------------------------------------------
+
+    def copy(self) -> tuple[list[Any], list[np.ndarray[Any, Any]]] | None:
+        """Return all of it for ``take_copy``: numbers, and arrays that are copies.
+
+        None if its rows are being loaded.
+        """
+        if self.arriving is not None:
+            return None
+        self.table.set_optimizer(self.store.optimizer)
+        ids = self.table.ids().copy()
+        states = self.table.read_states(ids)
+        arrays = [ids, self.table.read(ids), *states]
+        fields = [self.table.count, len(states), self._before is not None]
+        if self._before is not None:
+            has_all, *before = self._before.copy()
+            fields.append(has_all)
+            arrays += before
+        return fields, arrays
+
+    def take_copy(self, fields: Sequence[Any], frames: Sequence[Any]) -> None:
+        """Become the part that ``copy`` has described."""
+        count, num_states, has_before, *has_all = fields
+        table, dtype = self.table, self.dtype
+        table.begin_afresh()
+        table.set_optimizer(self.store.optimizer)
+        ids = longs(frames[0])
+        dtypes = [dtype, *(state.dtype for state in table.states)] if num_states else [dtype]
+        values, *states = rows_in(
+            self.title, len(ids), self.width, frames[1 : 2 + num_states], dtypes
+        )
+        table.merge(ids, values, states if num_states else None)
+        table.count = count
+        self.arriving = None
+        self._before = None
+        if has_before:
+            before, rows, absent = frames[2 + num_states :]
+            (kept,) = rows_in(self.title, len(longs(before)), self.width, [rows], [dtype])
+            self._before = RowsBefore.of(table, has_all[0], longs(before), kept, longs(absent))
+
 
 # -- rows of parts of dense keys ----------------------------------------------------------
 

@@ -194,6 +194,20 @@ class RowsBefore:
         self._values = table.read(self._ids)
         self._absent = self._ids[:0] if ids is None else table.absent(ids)
 
+    @classmethod
+    def of(
+        cls, table: RowTable, has_all: bool, ids: Ids, values: RowValues, absent: Ids
+    ) -> RowsBefore:
+        """Return what ``copy`` has described, for a copy of its table."""
+        made = cls(table, ids[:0])
+        made._has_all, made._ids, made._absent = has_all, ids.copy(), absent.copy()
+        made._values = values.copy()
+        return made
+
+    def copy(self) -> tuple[bool, Ids, RowValues, Ids]:
+        """Return whether it has all rows; the kept ids and rows; ids that were absent."""
+        return self._has_all, self._ids.copy(), self._values.copy(), self._absent.copy()
+
     def ids(self) -> Ids:
         """Return the sorted ids of the rows that were present."""
         if self._has_all:

@@ -11,9 +11,11 @@ from typing import Protocol
 from pslite.errors import DeadlineError
 from pslite.ids import SCHEDULER_ID, NodeInfo
 from pslite.node.data import Traffic
+from pslite.node.message_filter import Admission
 from pslite.node.office import Office
 from pslite.node.peer_watch import PeerWatch, beat_at
 from pslite.node.report import Reporter
+from pslite.node.same_machine import LocalPeers
 from pslite.protocol.membership import Gone, LossReports
 from pslite.wire.messages import Beat, Leave, MayReturn, Members
 
@@ -27,7 +29,9 @@ VERDICT_S = 2.0
 class ControlOffice(Office, Protocol):
     """The interface of a node for its control: also data, liveness and reports."""
 
+    admission: Admission
     traffic: Traffic
+    nearby: LocalPeers
     watch: PeerWatch
     reporter: Reporter
 
@@ -58,8 +62,6 @@ class NodeControl(abc.ABC):
         )
         self._roster_line = office.io_queue.timers.new(self._say_who_is_missing)
         self._beats = office.io_queue.timers.new(self._beat)
-        #: The peers that get heartbeats before the roster exists.
-        self._listeners: Iterable[str] = (SCHEDULER,)
         self._barrier_rounds: Counter[int] = Counter()
         self._loss_reports = LossReports()
         #: Whether another process can never go on in this one's place.
@@ -73,6 +75,11 @@ class NodeControl(abc.ABC):
         self._deadline.set(now + config.rendezvous_timeout_s)
         self._roster_line.set(now + config.roster_interval_s)
         self._beats.set(beat_at(config, now))
+
+    @property
+    def _listeners(self) -> Iterable[str]:
+        """The peers that get heartbeats although they are not in the roster."""
+        return (SCHEDULER,)
 
     def _stop_waiting(self) -> None:
         for timer in (self._deadline, self._roster_line, self._beats):

@@ -96,17 +96,16 @@ class Traffic:
         ``handle`` carries out requests that ``replicate`` has passed to a standby.
         """
         self._server = plane
+        apply = partial(_outcomes, plane)
+        if self._office.config.standbys:
+            self.primary = Primary(self._office, plane, apply, self._execute, self.carry_out)
         if self._office.config.stands_by:
-            apply = partial(_outcomes, plane)
             self.standby = Standby(self._office, plane, apply, self._execute, handle)
 
-    def add_standby(self, standby: NodeInfo) -> None:
-        """Let a process repeat all that this server does; call it before it does anything."""
-        if self._server is not None:
-            apply = partial(_outcomes, self._server)
-            self.primary = Primary(
-                self._office, self._server, apply, self._execute, self.carry_out, standby
-            )
+    def begin_with(self, standby: NodeInfo) -> None:
+        """Let a standby repeat all that this server does, from its beginning."""
+        if self.primary is not None:
+            self.primary.begin(standby)
 
     def replicate(self, incoming: Incoming, handle: Handler, *, alone: bool) -> None:
         """Carry out a request that changes this server's state, here and on its standby.
@@ -263,7 +262,7 @@ class Traffic:
             self.carry_out(depart(rank_of(node), error))
         if node == SCHEDULER_ID:
             self._adopt_epoch()
-            if self.primary is not None:  # nobody could tell the standby to take over
+            if self.primary is not None:  # which could have let the standby take over
                 self.primary.go_on_alone()
 
     def returned(self, node: int) -> None:
@@ -331,7 +330,7 @@ class Traffic:
     def _execute(
         self, run: Run, work: Callable[[], Outcomes], done: Callable[[Outcomes], None]
     ) -> None:
-        """Do ``work`` for the jobs of a run on their lane; then call ``done``, on this thread."""
+        """Do ``work`` for a run on its lane; then call ``done``, on this thread."""
         office = self._office
         if office.pool.is_idle(run.lane) and self._is_quick(run):
             began = office.clock()

@@ -70,6 +70,8 @@ class MemberControl(NodeControl):
         self._leaving = False
         #: Workers that, as the scheduler says, have left, but whose own goodbye is in flight.
         self._goodbyes: set[str] = set()
+        #: The news of a standby that came before the roster.
+        self._early_standby: StandsBy | None = None
         #: Nodes that this one has lost, with reasons, until the scheduler has decided.
         self._reported: dict[int, str] = {}
 
@@ -138,8 +140,18 @@ class MemberControl(NodeControl):
 
     def _standby_changed(self, message: StandsBy, now: float) -> None:
         office, traffic = self._office, self._office.traffic
-        if office.info is not None:
-            if traffic.primary is not None and not message.node:
+        if message.for_receiver:
+            if office.info is None:
+                self._early_standby = message
+            elif traffic.primary is not None and message.node:
+                (standby,) = message.node
+                office.log.info(1, f"{standby.title} will stand by for this server")
+                office.links.know(standby.uid)
+                office.admission.add(standby.uid, standby.role)
+                office.watch.add(standby.uid, now, standby)
+                office.nearby.pair(office.info, standby)
+                traffic.primary.fill(standby)
+            elif traffic.primary is not None:
                 office.log.info(1, f"{office.info.title} has no standby any more")
                 traffic.primary.go_on_alone()
         elif traffic.standby is not None and len(message.node) == 1:
@@ -149,6 +161,7 @@ class MemberControl(NodeControl):
             office.log.info(1, f"this process stands by for {primary.title}")
             traffic.standby.begin(primary)
             office.watch.add(primary.uid, now, primary)
+            office.nearby.pair(self._register.node[0], primary)
         elif traffic.standby is not None:
             self._stop_waiting()
             office.finished.set_result(None)
@@ -174,6 +187,8 @@ class MemberControl(NodeControl):
             attempts=message.attempts,
             standbys=message.standbys,
         )
+        if self._early_standby is not None:
+            self._standby_changed(self._early_standby, now)
 
     def _give_up(self, error: Exception, now: float) -> None:
         self._office.fail(error)
@@ -283,7 +298,7 @@ class MemberControl(NodeControl):
             return
         primary = office.traffic.primary
         if primary is not None and primary.is_standby(peer):
-            office.send(SCHEDULER_ID, StandsBy(()))
+            office.send(SCHEDULER_ID, StandsBy((), True))
             return
         node = office.membership.node_ids.get(peer)
         if node is None:

@@ -66,6 +66,11 @@ class Admission:
             self._listed.pop(peer, None)
             self._listed[other] = role
 
+    def add(self, peer: str, role: str) -> None:
+        """List one more process."""
+        if self._listed is not None:
+            self._listed[peer] = role
+
     def complete(self, listed: Mapping[str, str]) -> list[Delivery]:
         """Set the roster (peer -> role); return the kept messages of its nodes."""
         early, self._early, self._early_bytes = self._early, [], 0

@@ -133,7 +133,7 @@ class Postoffice:
     @property
     def attempt(self) -> int:
         """How many processes had this node's seat before; 0 if none was lost."""
-        return 0 if self.info is None else self.membership.attempts.get(self.info.node_id, 0)
+        return self.membership.attempts.get(self.info.node_id, 0) if self.info else 0
 
     def join(
         self,
@@ -155,11 +155,10 @@ class Postoffice:
         self.nearby.begin(info, roster)
         for node in (*self.membership.neighbours(), *known):
             self.watch.add(node.uid, now, node)
-        for standby in known:
-            self.traffic.add_standby(standby)
-        for delivery in self.admission.complete(
-            {node.uid: node.role for node in (*roster, *known)}
-        ):
+        for standby in known if self.role is Role.SERVER else ():
+            self.traffic.begin_with(standby)
+            self.nearby.pair(info, standby)
+        for delivery in self.admission.complete({n.uid: n.role for n in (*roster, *known)}):
             self._dispatch(delivery, now)
         self.nearby.offer_segments()
         self.nearby.offer_pipes()
@@ -202,9 +201,9 @@ class Postoffice:
             node.nearby.beside[int(peer.ready.result().node_id)] = peer._take
 
     def spread(self, connections: int) -> None:
-        """Use this many TCP connections, at most 16, to servers on other machines. Any thread.
+        """Use at most 16 TCP connections to servers on other machines. From any thread.
 
-        A worker uses each as soon as it is open. The number never decreases.
+        The number never decreases.
         """
         self.io_queue.call(lambda: self.nearby.spread(connections))
 
@@ -219,14 +218,14 @@ class Postoffice:
         return self.heap.buffer(nbytes, lasting=lasting)
 
     def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
-        """Join neighbouring buffers without a copy; None if peers cannot map all. Any thread."""
+        """Join neighbouring buffers uncopied; None if peers cannot map all. Any thread."""
         return self.heap.rows(pieces)
 
     #: Returns the segment that holds a buffer. From any thread.
     whole_of = staticmethod(Heap.whole_of)
 
     def call(self, command: Callable[[], None]) -> None:
-        """Schedule ``command`` for the I/O thread; return at once. From any thread; for apps.
+        """Schedule ``command`` for the I/O thread. For apps, from any thread.
 
         Raises ``UsageError`` in a forked child, which does not have an I/O thread.
         """
@@ -406,14 +405,14 @@ class Postoffice:
                 return
             if kind not in FROM_MEMBERS:
                 self.control.handle(delivery, now)
+            elif isinstance(message, NEARBY) and (node or self.nearby.is_paired(peer)):
+                self.nearby.arrived(peer, node, message)
             elif node is None:
                 self.admission.keep(delivery)
             elif isinstance(message, Request):
                 self.customers.request_arrived(node, message, frames, now, is_lent=delivery.is_lent)
             elif isinstance(message, Response):
                 self.customers.response_arrived(node, message, frames)
-            elif isinstance(message, NEARBY):
-                self.nearby.arrived(peer, node, message)
             else:
                 self.traffic.arrived(delivery, node)
         except PSError as error:

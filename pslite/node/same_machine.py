@@ -27,6 +27,8 @@ class LocalPeers:
         self._office = office
         #: The nodes on this machine by their ids; empty if sharing is off (PS_SHM=0).
         self._here: dict[int, NodeInfo] = {}
+        #: The standby of this server, or the server of this standby, if it is on this machine.
+        self._paired: NodeInfo | None = None
         #: The workers and servers among them.
         self.near: frozenset[int] = frozenset()
         #: Whether all other workers and servers are on this machine.
@@ -40,6 +42,17 @@ class LocalPeers:
             self._here = {each.node_id: each for each in roster if each.machine == info.machine}
             self.near = frozenset(self._here) - {SCHEDULER_ID}
             self.is_on_one_machine = len(self.near) == len(roster) - 1
+
+    def pair(self, own: NodeInfo, other: NodeInfo) -> None:
+        """Share memory and pipes with this server's standby, or this standby's server."""
+        if self._office.config.shm and own.machine == other.machine:
+            self._paired = other
+            self.offer_segments()
+            self.offer_pipes(other)
+
+    def is_paired(self, peer: str) -> bool:
+        """Return whether ``pair`` has named this process."""
+        return self._paired is not None and self._paired.uid == peer
 
     def spread(self, connections: int) -> None:
         """Use this many TCP connections to each server on another machine."""
@@ -78,33 +91,38 @@ class LocalPeers:
         """Return which memories from ``copy_on_write`` this process has written to."""
         return written(memories)
 
-    def arrived(self, peer: str, node: int, message: Message) -> None:
-        """Handle one of ``MESSAGES``, from a node of the roster."""
+    def arrived(self, peer: str, node: int | None, message: Message) -> None:
+        """Handle one of ``MESSAGES``, from a node of the roster or the paired process."""
+        info = self._paired if self.is_paired(peer) else self._here.get(node or 0)
         if isinstance(message, SegmentOffer):
-            self._segment_offered(peer, node, message)
+            self._segment_offered(peer, info, message)
         elif isinstance(message, SegmentTaken):
             self._segment_taken(peer, message)
         elif isinstance(message, PipeOffer):
-            self._pipe_offered(peer, node, message)
+            self._pipe_offered(peer, info, message)
 
     def offer_segments(self) -> None:
         """Offer this node's new memory segments to the peers on this machine."""
         office, now = self._office, self._office.clock()
-        for node in office.membership.neighbours():
-            if node.node_id in self.near:
-                for offer in office.sharing.offers(node.uid, now):
-                    office.send(node.node_id, offer)
-                    # Wakes the loop at that time, because values then stop waiting for the answer.
-                    office.io_queue.timers.add(now + PATIENCE_S, lambda: None)
+        peers = [node for node in office.membership.neighbours() if node.node_id in self.near]
+        for node in (*peers, self._paired) if self._paired else peers:
+            for offer in office.sharing.offers(node.uid, now):
+                self._send(node.uid, offer)
+                # Wakes the loop at that time, because values then stop waiting for the answer.
+                office.io_queue.timers.add(now + PATIENCE_S, lambda: None)
 
-    def _segment_offered(self, peer: str, node: int, offer: SegmentOffer) -> None:
-        office, info = self._office, self._here.get(node)
+    def _send(self, peer: str, message: Message) -> None:
+        office = self._office
+        office.links.send(peer, message, (), office.membership.epoch, office.clock())
+
+    def _segment_offered(self, peer: str, info: NodeInfo | None, offer: SegmentOffer) -> None:
+        office = self._office
         if info is None:
             reason = "it is on another machine" if office.config.shm else ""
             answer = SegmentTaken(offer.segment, False, reason)
         else:
             answer = office.sharing.map(peer, info.pid, offer)
-        office.send(node, answer)
+        self._send(peer, answer)
 
     def _segment_taken(self, peer: str, answer: SegmentTaken) -> None:
         office = self._office
@@ -118,12 +136,11 @@ class LocalPeers:
         """Offer pipes for small messages to the peers on this machine, or to one of them."""
         office = self._office
         for node in office.membership.neighbours() if to is None else (to,):
-            if node.node_id in self._here:
+            if node.node_id in self._here or node is self._paired:
                 ticket = office.van.offer_pipe(node.uid)
                 if ticket is not None:
-                    office.send(node.node_id, PipeOffer(*ticket))
+                    self._send(node.uid, PipeOffer(*ticket))
 
-    def _pipe_offered(self, peer: str, node: int, offer: PipeOffer) -> None:
-        info = self._here.get(node)
+    def _pipe_offered(self, peer: str, info: NodeInfo | None, offer: PipeOffer) -> None:
         if info is not None:
             self._office.van.take_pipe(peer, info.pid, PipeTicket(offer.fd, offer.inode))

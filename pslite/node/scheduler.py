@@ -7,7 +7,7 @@ It runs on the scheduler node's I/O thread. Data never passes through it. Pure c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from pslite.errors import (
@@ -74,7 +74,7 @@ class SchedulerControl(NodeControl):
         )
         self._seating = Seating(office, self._end_seat, self._vacated, self._seated)
         #: Van names of the nodes that wait for the roster.
-        self._listeners = self._waiting = dict[str, NodeInfo]()
+        self._waiting = dict[str, NodeInfo]()
         #: The timer for the earliest time limit of a barrier.
         self._impatience = office.io_queue.timers.new(self._give_up_barriers)
 
@@ -111,8 +111,11 @@ class SchedulerControl(NodeControl):
         elif isinstance(message, MayReturn):
             if role_of(node) is Role.WORKER:
                 self._seating.seats.may_return(node, yes=message.yes)
-            elif not message.yes:
-                self._seating.dismiss(node, "it does something that no standby repeats")
+            elif message.yes:
+                self._seating.filled(node)
+            else:
+                why = "it does something that no standby repeats"
+                self._seating.dismiss(node, why, for_good=True)
         elif isinstance(message, Leave):
             self._said_goodbye(node)
 
@@ -127,6 +130,9 @@ class SchedulerControl(NodeControl):
             refusal = self._rendezvous.disagreement(*known)
         else:
             refusal = self._rendezvous.register(*known, stands_by=message.stands_by)
+        if is_late and refusal is None and message.stands_by:
+            self._seating.offered(delivery, node, now)
+            return
         if is_late and (refusal is None or not office.config.rejoin_timeout_s):
             self._seating.asked(delivery, node, now)
             return
@@ -165,10 +171,15 @@ class SchedulerControl(NodeControl):
         standbys = self._rendezvous.standbys
         office.join(self._node, roster, now, standbys=standbys)
         self._seating.begin(roster, standbys, now)
-        # They do not join, so they get and send heartbeats as nodes that wait.
-        self._listeners = {node.uid: node for node in standbys}
         if standbys:
             self._beats.set(beat_at(config, now))
+
+    @property
+    def _listeners(self) -> Iterable[str]:
+        """The peers to which heartbeats go besides the roster's: they wait, or stand by."""
+        if self._rendezvous.roster:
+            return [node.uid for node in self._seating.seats.standbys()]
+        return self._waiting
 
     def _waiting_message(self, now: float) -> Waiting:
         rendezvous = self._rendezvous

@@ -60,8 +60,8 @@ class Seating:
         for standby in standbys:
             primary = self._office.membership.node(standby.node_id)
             if primary is not None:
-                self._office.links.send(standby.uid, StandsBy((primary,)), (), 1, now)
-        if self.seats.wait_s:
+                self._office.links.send(standby.uid, StandsBy((primary,), False), (), 1, now)
+        if self.seats.wait_s or standbys:
             self._timer.set(now + _LOOK_INTERVAL_S)
 
     def asked(self, delivery: Delivery, node: NodeInfo, now: float) -> None:
@@ -76,28 +76,60 @@ class Seating:
         self._say_whom_it_awaits(now)
         self._fill(now)
 
-    def dismiss(self, node_id: int, why: str) -> None:
+    def offered(self, delivery: Delivery, standby: NodeInfo, now: float) -> None:
+        """Handle a standby that registers after the cluster was complete."""
+        office = self._office
+        reason = "this job has failed" if office.error else self.seats.offer(standby)
+        if reason is not None:
+            self._refuse(delivery.peer, reason)
+            return
+        office.links.know(delivery.peer)
+        office.admission.add(delivery.peer, standby.role)
+        office.watch.add(delivery.peer, now, standby)
+        self._pair_up()
+        self._say_whom_it_awaits(now)
+
+    def _pair_up(self) -> None:
+        """Let standbys be filled by the servers that have none."""
+        office = self._office
+        for server, standby in self.seats.pairs():
+            office.log.info(1, f"{standby.title} will stand by for {server.title}")
+            office.links.send(standby.uid, StandsBy((server,), False), (), 1, office.clock())
+            office.send(server.node_id, StandsBy((standby,), True))
+
+    def filled(self, node_id: int) -> None:
+        """Note that a new standby could take its server's place."""
+        standby = self.seats.is_filled(node_id)
+        if standby is not None:
+            title = self._office.membership.title(node_id)
+            self._office.log.info(0, f"{title} has a standby again (pid {standby.pid})")
+
+    def dismiss(self, node_id: int, why: str, *, for_good: bool = False) -> None:
         """Let a server go on without its standby, if it has one."""
-        standby = self.seats.dismiss(node_id)
+        standby = self.seats.dismiss(node_id, for_good=for_good)
         if standby is not None:
             office = self._office
             office.log.info(0, f"{office.membership.title(node_id)} has no standby any more: {why}")
-            office.send(node_id, StandsBy(()))
+            office.send(node_id, StandsBy((), True))
             self._release(standby)
+            self._pair_up()
 
     def release_standbys(self) -> None:
         """Let all standbys end: the job is over."""
         for standby in self.seats.standbys():
-            self.seats.dismiss(standby.node_id)
+            self.seats.withdraw_offer(standby.uid)
+            self.seats.dismiss(standby.node_id, for_good=True)
             self._release(standby)
 
     def _release(self, standby: NodeInfo) -> None:
         office = self._office
         office.watch.forget(standby.uid)
-        office.links.send(standby.uid, StandsBy(()), (), 1, office.clock())
+        office.links.send(standby.uid, StandsBy((), False), (), 1, office.clock())
 
     def standby_lost(self, peer: str, reason: str) -> bool:
         """Handle the loss of a process that has not joined; return whether it stood by."""
+        if self.seats.withdraw_offer(peer):
+            return True
         for standby in self.seats.standbys():
             if standby.uid == peer:
                 self.dismiss(standby.node_id, f"the standby is lost: {reason}")
@@ -161,6 +193,7 @@ class Seating:
         if not office.links.everything_accepted(others):
             return False
         self.seats.welcomed(node.node_id, attempt)
+        self._pair_up()
         attempts = tuple(membership.attempts.get(each.node_id, 0) for each in membership.roster)
         office.send(node.node_id, Roster(node.node_id, membership.roster, attempts))
         gone = membership.gone.values()
@@ -184,6 +217,9 @@ class Seating:
         for node, since, awaited in self.seats.asking():
             waiting = Waiting((), (awaited,), now - since)
             self._office.links.send(node.uid, waiting, (), 0, now)
+        for spare in self.seats.spares():
+            waiting = Waiting((), (f"the standby of server {spare.rank} to be lost",), 0.0)
+            self._office.links.send(spare.uid, waiting, (), 0, now)
 
     def _refuse(self, peer: str, reason: str) -> None:
         self._office.watch.forget(peer)

@@ -1,4 +1,4 @@
-"""``Primary`` and ``Standby``: a server, and the process that repeats what it does (I/O thread).
+"""``Primary`` and ``Standby``: a server, and its copy (I/O thread).
 
 ``protocol/replication.py`` has the rules. A server with a standby adds up the contributions of a
 round first, and sends their sum as a record, while it applies it. It answers the workers when both
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from pslite.errors import ProtocolError
-from pslite.ids import NodeInfo
+from pslite.ids import SCHEDULER_ID, NodeInfo
 from pslite.node.customer import Handler, Incoming
 from pslite.node.links import Delivery
 from pslite.node.office import Office
@@ -27,15 +27,26 @@ from pslite.plane import (
     Piece,
     Run,
     ServerPlane,
+    StateRecord,
     frames_of,
     piece_from,
 )
 from pslite.protocol.replication import Journal, Replay, Turns
 from pslite.van.base import size_of
-from pslite.wire.messages import Message, Recorded, Request, RequestRecord, Response, RoundRecord
+from pslite.wire.messages import (
+    MayReturn,
+    Message,
+    Recorded,
+    Request,
+    RequestRecord,
+    Response,
+    RoundRecord,
+)
 
 #: The most answers to requests that are remembered, for askers who ask the next process again.
 _MOST_ANSWERS = 256
+#: How long to wait before the next try to copy a state that was incomplete.
+_AGAIN_S = 0.5
 #: A standby may be behind by this many times the bytes that workers may send unaccepted.
 _CREDITS = 4
 
@@ -58,7 +69,7 @@ class _Applying:
 
 
 class Primary:
-    """A server's side: it sends records to its standby and answers when they are stored."""
+    """The side of a server: it sends records and answers when they are stored."""
 
     def __init__(
         self,
@@ -67,26 +78,73 @@ class Primary:
         apply: Apply,
         execute: Execute,
         carry_out: Callable[[Sequence[Effect]], None],
-        standby: NodeInfo,
     ) -> None:
         self._office = office
         self._plane = plane
         self._apply = apply
         self._execute = execute
         self._carry_out = carry_out
-        #: The process that stands by; None after it was lost.
-        self.standby: NodeInfo | None = standby
-        self._journal = Journal(_CREDITS * office.config.credit_bytes)
+        #: The process that stands by, or is being filled; None if there is none.
+        self.standby: NodeInfo | None = None
+        self._journal = Journal(0)
         self._turns = Turns()
+        #: The last record of the state that fills a new standby. Until it is stored, answers do not
+        #: wait for records.
+        self._filled_at = 0
+        #: The last record for which no answer has waited. Once it is stored, the standby could take
+        #: this server's place.
+        self._in_sync_at = 0
 
     def is_standby(self, peer: str) -> bool:
         """Return whether ``peer`` stands by for this server."""
         return self.standby is not None and self.standby.uid == peer
 
+    # -- the standby -------------------------------------------------------------------
+
+    def begin(self, standby: NodeInfo) -> None:
+        """Begin with a standby, before anything has happened here."""
+        self.standby, self._journal = standby, self._new_journal(0)
+
+    def fill(self, standby: NodeInfo) -> None:
+        """Give a new standby all that is here, at a moment when no round is applied.
+
+        Training goes on while the state is on its way.
+        """
+        if self.standby is None:
+            self._turns.add(partial(self._copy, standby), alone=True)
+
+    def _copy(self, standby: NodeInfo) -> None:
+        records = self._plane.app.copy_state()
+        if records is None:
+            again = partial(self.fill, standby)
+            self._office.io_queue.call_later(_AGAIN_S, again)
+        else:
+            nbytes = sum(size_of(frame) for record in records for frame in record.frames)
+            self.standby, self._journal = standby, self._new_journal(nbytes)
+            self._filled_at = self._in_sync_at = len(records) + 1
+            for record in (*records, StateRecord(0, 0, b"", ())):
+                self._ask_standby(record)
+        self._turns.ended()
+
+    def _new_journal(self, nbytes: int) -> Journal:
+        return Journal(_CREDITS * self._office.config.credit_bytes + nbytes)
+
+    def _ask_standby(self, r: StateRecord) -> None:
+        self._record(
+            lambda number: RequestRecord(number, True, r.sender, "", 0, 0, 0, r.head, r.body),
+            list(r.frames),
+            _nothing,
+        )
+
     def told(self, message: Recorded) -> None:
         """Handle the standby's report."""
         for then in self._journal.told(message.stored, message.done):
             then()
+        if self._filled_at and message.stored >= self._filled_at:
+            self._filled_at, self._in_sync_at = 0, self._journal.last
+        if self._in_sync_at and not self._filled_at and message.stored >= self._in_sync_at:
+            self._in_sync_at = 0
+            self._office.send(SCHEDULER_ID, MayReturn(True))
 
     def go_on_alone(self) -> None:
         """Go on without a standby, as the scheduler says."""
@@ -94,6 +152,7 @@ class Primary:
             self._office.links.shut(self.standby.uid)
             self._office.van.disconnect(self.standby.uid)
             self.standby = None
+            self._filled_at = self._in_sync_at = 0
             for then in self._journal.end():
                 then()
 
@@ -105,9 +164,13 @@ class Primary:
             then()
             return
         office = self._office
-        number = self._journal.add(frames, sum(map(size_of, frames)), then)
+        waits = not self._filled_at or self._journal.is_crowded
+        nbytes = sum(map(size_of, frames))
+        number = self._journal.add(frames, nbytes, then if waits else _nothing)
         epoch, now = office.membership.epoch, office.clock()
         office.links.send(self.standby.uid, make(number), frames, epoch, now)
+        if not waits:
+            then()
 
     # -- rounds ------------------------------------------------------------------------
 
@@ -219,7 +282,7 @@ class Primary:
 
 
 class Standby:
-    """A standby's side: it does what the records of its server say."""
+    """The side of a standby: it does what the records of its server say."""
 
     def __init__(
         self,
@@ -302,13 +365,19 @@ class Standby:
         self._execute(Run(lane, [job]), partial(self._apply, [job]), done)
 
     def _repeat_request(self, record: RequestRecord, frames: Sequence[Any]) -> None:
+        if not record.head:  # the end of a state that has filled this standby
+            self._ended(record.number)
+            return
         request = Request(record.app, record.customer, record.request_id, record.head, record.body)
 
         def respond(incoming: Incoming, response: Response, frames: Sequence[Any]) -> None:
             def note() -> None:
                 if len(self._answers) >= _MOST_ANSWERS:
                     del self._answers[next(iter(self._answers))]
-                self._answers[record.uid, record.request_id] = response, frames
+                if record.uid:
+                    self._answers[record.uid, record.request_id] = response, frames
+                elif response.kind:
+                    self._differs(f"a piece of its state was refused: {response.error}")
                 self._ended(record.number)
 
             self._office.io_queue.call(note)

@@ -136,6 +136,16 @@ class Formed(Protocol):
         """The form and the bytes from which a contribution was made, for a standby."""
 
 
+class StateRecord(NamedTuple):
+    """A request that gives a new standby a piece of its server's state."""
+
+    sender: int
+    """The node id of the worker that seems to ask; 0 for none."""
+    head: int
+    body: bytes
+    frames: Sequence[Buffer]
+
+
 class ServerApp(Protocol):
     """The server's app. ``apply`` runs on pool threads, the rest on the I/O thread."""
 
@@ -147,11 +157,18 @@ class ServerApp(Protocol):
         """
 
     def summed(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return these jobs, with one sum in place of many contributions where that is possible.
+        """Return these jobs, with a sum in place of contributions where possible.
 
         To apply such a job gives the same bits. The sums are in memory that a standby can read,
         and stay unchanged. Runs before ``apply``, on the same thread; only called on a server with
         a standby.
+        """
+
+    def copy_state(self) -> list[StateRecord] | None:
+        """Return the whole state as requests that a new standby carries out.
+
+        The frames are copies. No round is applied meanwhile. None means that the state is
+        incomplete at this moment, for example because a file is being loaded.
         """
 
     def read(self, parts: Sequence[int]) -> list[Buffer]:

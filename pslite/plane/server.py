@@ -262,6 +262,17 @@ class ServerPlane:
             if unit is not None:
                 unit.rounds.repeated(job.batch.rounds)
 
+    def counts(self, part: int) -> list[tuple[int, int]]:
+        """Return (rank, rounds that are applied) of a part, for a new standby."""
+        return self._parts.units[part].rounds.counts()
+
+    def resume(self, part: int, counts: Sequence[tuple[int, int]]) -> None:
+        """Let a part of a new standby go on after these rounds."""
+        unit = self._parts.single(part)
+        if unit is None:
+            raise ProtocolError(f"this standby does not have part {part}")
+        unit.rounds.resume(counts)
+
     def leave(self, rank: int, error: BaseException) -> list[Effect]:
         """Remove a worker that said goodbye, once all its pushes have arrived."""
         self._leaving[rank] = error

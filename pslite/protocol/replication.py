@@ -61,8 +61,7 @@ class Journal:
         self._stored = max(self._stored, min(stored, self.last))
         while self._frames and self._frames[0][0] <= done:
             self._undone_bytes -= self._frames.popleft()[2]
-        is_behind = self._undone_bytes > self._most_bytes
-        limit = min(self._stored, self._limit()) if is_behind else self._stored
+        limit = min(self._stored, self._limit()) if self.is_crowded else self._stored
         due = []
         while self._waiting and self._waiting[0][0] <= limit:
             due.append(self._waiting.popleft()[1])
@@ -76,6 +75,11 @@ class Journal:
                 return number - 1
             before += nbytes
         return self.last
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more bytes than agreed are not done."""
+        return self._undone_bytes > self._most_bytes
 
     def end(self) -> list[Action]:
         """Return all that waits: there is no standby any more."""

@@ -134,6 +134,14 @@ class SyncRounds:
         """Note that a standby has applied this batch, (rank, round) by (rank, round)."""
         self.version = max((round_ for _, round_ in pairs), default=self.version)
 
+    def counts(self) -> list[tuple[int, int]]:
+        """Return (rank, rounds that are applied), for a standby's ``resume``."""
+        return [(rank, self.version) for rank in sorted(self._expected)]
+
+    def resume(self, counts: Iterable[tuple[int, int]]) -> None:
+        """Go on after these rounds, of which none was seen here."""
+        self.repeated(counts)
+
     @property
     def running(self) -> bool:
         return self._running
@@ -265,6 +273,17 @@ class AsyncRounds:
             rounds = self._ranks[rank] = self._of(rank)
             rounds.repeated(((rank, round_),))
             self.version += 1
+
+    def counts(self) -> list[tuple[int, int]]:
+        """Return (rank, contributions that are applied), for a standby's ``resume``."""
+        return [(rank, rounds.version) for rank, rounds in sorted(self._ranks.items())]
+
+    def resume(self, counts: Iterable[tuple[int, int]]) -> None:
+        """Go on after these contributions, of which none was seen here."""
+        for rank, count in counts:
+            rounds = self._ranks[rank] = self._of(rank)
+            rounds.version = count
+            self.version += count
 
     @property
     def running(self) -> bool:

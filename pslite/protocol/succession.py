@@ -61,6 +61,10 @@ class _Seat:
     """Why its last process was lost."""
     standby: NodeInfo | None = None
     """The process that would take the seat of a server."""
+    filling: NodeInfo | None = None
+    """The process that is to be its standby, and is given its state."""
+    takes_none: bool = False
+    """Whether the server does something that no standby repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class Seats:
         self._num_workers = 0
         #: The processes that ask for a seat, by uid, with the time, in the order of arrival.
         self._asking: dict[str, tuple[NodeInfo, float]] = {}
+        #: The processes that would stand by for a server without a standby, by uid.
+        self._spares: dict[str, NodeInfo] = {}
 
     def begin(self, roster: Sequence[NodeInfo], standbys: Sequence[NodeInfo] = ()) -> None:
         """Give the seats of workers, and of servers with standbys, to the first processes."""
@@ -106,20 +112,59 @@ class Seats:
             seat.may_return, seat.num_losses = yes, 0
 
     def standbys(self) -> list[NodeInfo]:
-        """Return the processes that stand by."""
-        return [seat.standby for seat in self._seats.values() if seat.standby is not None]
+        """Return the processes that stand by, or that would."""
+        seats = self._seats.values()
+        of_seats = [seat.standby or seat.filling for seat in seats]
+        return [*(node for node in of_seats if node is not None), *self._spares.values()]
 
-    def is_standby(self, uid: str) -> bool:
-        """Return whether a process stands by."""
-        return any(standby.uid == uid for standby in self.standbys())
+    def spares(self) -> list[NodeInfo]:
+        """Return the processes that would stand by for a server that has a standby."""
+        return list(self._spares.values())
 
-    def dismiss(self, node_id: int) -> NodeInfo | None:
-        """Let a server have no standby any more; return the one that it had."""
+    def dismiss(self, node_id: int, *, for_good: bool = False) -> NodeInfo | None:
+        """Let a server have no standby any more; return the one that it had.
+
+        With ``for_good``, it gets no other one.
+        """
         seat = self._seats.get(node_id)
         if seat is None:
             return None
-        standby, seat.standby = seat.standby, None
+        standby = seat.standby or seat.filling
+        seat.standby = seat.filling = None
+        seat.takes_none = seat.takes_none or for_good
         return standby
+
+    def offer(self, node: NodeInfo) -> str | None:
+        """Note that a process would stand by; return why it is not needed, or None."""
+        seat = self._seats.get(node.node_id)
+        if seat is None or seat.node.role != Role.SERVER.value or seat.takes_none:
+            return f"server {node.rank} takes no standby"
+        self._spares[node.uid] = node
+        return None
+
+    def withdraw_offer(self, uid: str) -> bool:
+        """Forget a process that would stand by; return whether it did."""
+        return self._spares.pop(uid, None) is not None
+
+    def pairs(self) -> list[tuple[NodeInfo, NodeInfo]]:
+        """Give servers without a standby one that is to be filled: (server, standby)."""
+        found = []
+        for uid, node in list(self._spares.items()):
+            seat = self._seats.get(node.node_id)
+            if seat is None or seat.standing is not Standing.TAKEN or seat.takes_none:
+                continue
+            if seat.standby is None and seat.filling is None:
+                seat.filling = self._spares.pop(uid)
+                found.append((seat.node, seat.filling))
+        return found
+
+    def is_filled(self, node_id: int) -> NodeInfo | None:
+        """Note that a server's new standby could take its place; return it."""
+        seat = self._seats.get(node_id)
+        if seat is None or seat.filling is None:
+            return None
+        seat.standby, seat.filling = seat.filling, None
+        return seat.standby
 
     def left(self, node_id: int) -> None:
         """Remove the seat of a worker that has said goodbye, or whose loss ends the job."""

@@ -234,6 +234,14 @@ class Simulation:
         """Kill the standby of a server."""
         self.kill(self.standbys.pop(rank))
 
+    def start_standby(self, rank: int, after_s: float = 0.0) -> None:
+        """Start a process after a while that stands by for a server, once that has none."""
+
+        def start() -> None:
+            self.standbys[rank] = self._make(Role.SERVER, rank, stands_by=True)
+
+        self.at(self.now + after_s, start)
+
     def pause(self, node: Postoffice, until: float) -> None:
         """Stop a node as SIGSTOP stops a process, until a virtual time.
 

@@ -139,7 +139,7 @@ class Members(Message):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Vacant(Message):
-    """The process of a worker or server is lost, and its seat waits for another process.
+    """The process of a node is lost, and its seat waits for another process.
 
     From a member it is a report to the scheduler, which decides.
     """
@@ -181,6 +181,8 @@ class StandsBy(Message):
 
     node: Nodes
     """One entry or none."""
+    for_receiver: bool
+    """Whether that process stands by for the receiver; else the receiver stands by for it."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -22,6 +22,7 @@ from kvstore.stores.dist.returning import Returning, returning_of
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP, Postoffice
 from pslite.future import gather
+from pslite.ids import Role, node_id
 from pslite.protocol.succession import Standing
 from pslite.testing.simulator import Faults, Script, Simulation
 from tests.faults.witness import faults_of
@@ -237,6 +238,12 @@ def run(seed: int) -> tuple[Simulation, Counter[str]]:
     simulation.until(lambda: all(node.ready.done() for node in simulation.workers))
     killed: Counter[str] = Counter()
 
+    def has_living_standby(rank: int) -> bool:
+        seats = simulation.scheduler.control._seating.seats  # type: ignore[attr-defined]
+        seat = seats._seats[node_id(Role.SERVER, rank)]
+        both = (seat.node, seat.standby)
+        return all(each is not None and each.uid not in simulation._stopped for each in both)
+
     def kill(victim: tuple[str, int]) -> None:
         what, rank = victim
         seats = simulation.scheduler.control._seating.seats  # type: ignore[attr-defined]
@@ -250,18 +257,21 @@ def run(seed: int) -> tuple[Simulation, Counter[str]]:
             if seat is None or not seat.may_return or simulation._tasks[rank].over:
                 return
             simulation.restart(node, chance.uniform(0.0, 3.0))
-        elif rank not in simulation.standbys:
+        elif rank not in simulation.standbys or not has_living_standby(rank):
             return
-        elif what == "server":
-            simulation.kill_server(rank)
         else:
-            simulation.kill_standby(rank)
+            if what == "server":
+                simulation.kill_server(rank)
+            else:
+                simulation.kill_standby(rank)
+            if chance.random() < 0.7:
+                simulation.start_standby(rank, chance.uniform(0.0, 3.0))
         killed[what] += 1
 
     victims = [("worker", rank) for rank in range(num_workers)]
     victims += [(what, rank) for what in ("server", "standby") for rank in simulation.standbys]
-    for _ in range(chance.randint(1, 3)):
-        when = simulation.now + chance.uniform(0.0, 8.0)
+    for _ in range(chance.randint(1, 4)):
+        when = simulation.now + chance.uniform(0.0, 12.0)
         simulation.at(when, partial(kill, chance.choice(victims)))
     simulation.run(make(results), limit_s=600.0)
     simulation.finish(600.0)

@@ -121,10 +121,32 @@ class Cluster:
 
 
 def servers_then_workers(options: LaunchOptions) -> list[Member]:
+    """Return the servers, then their standbys, then the workers."""
     return [
         *(("server", rank) for rank in range(options.num_servers)),
+        *(("standby", rank) for rank in range(options.num_servers * options.standbys)),
         *(("worker", rank) for rank in range(options.num_workers)),
     ]
+
+
+def apart(members: Sequence[Member], hosts: Sequence[str]) -> list[Member]:
+    """Return ``members`` with their standbys in another order.
+
+    ``hosts`` are those of the members. As few standbys as possible are on their servers' hosts.
+    """
+    host_of = dict(zip(members, hosts, strict=True))
+    where = [index for index, (role, _) in enumerate(members) if role == "standby"]
+    standbys = [members[index] for index in where]
+
+    def num_together(turn: int) -> int:
+        turned = zip([*standbys[turn:], *standbys[:turn]], where, strict=True)
+        return sum(host_of["server", rank] == hosts[index] for (_, rank), index in turned)
+
+    best = min(range(len(standbys)), key=num_together, default=0)
+    found = list(members)
+    for index, standby in zip(where, [*standbys[best:], *standbys[:best]], strict=True):
+        found[index] = standby
+    return found
 
 
 def print_processes(options: LaunchOptions, named: Sequence[tuple[str, str]]) -> None:

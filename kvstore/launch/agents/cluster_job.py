@@ -32,6 +32,7 @@ from kvstore.launch.agents.cluster import (
     Cluster,
     Member,
     agent_row,
+    apart,
     common_address,
     core_count,
     forwarded_variables,
@@ -97,7 +98,8 @@ def run_on(
         gpus: Mapping[Member, Mapping[str, str]] = {}
         if cluster.worker_gpus:
             gpus = share_gpus(cluster.members, greetings, cluster.worker_gpus)
-        places = dict(zip(cluster.members, agents, strict=True))
+        hosts_of_agents = [str(one.get("host")) for one in greetings]
+        places = dict(zip(apart(cluster.members, hosts_of_agents), agents, strict=True))
         for member, place in places.items():
             place.prepare(supervisor.job_id, "", variables, gpus.get(member, {}))
         cores = (cluster.worker_cores or options.places.worker_cores or 0) * options.num_workers

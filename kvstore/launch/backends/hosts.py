@@ -91,12 +91,17 @@ def parse_hosts(text: str, file_name: str) -> list[Host]:
 
 
 def spread(
-    hosts: Sequence[Host], num_servers: int, num_workers: int, file_name: str = "hosts"
+    hosts: Sequence[Host],
+    num_servers: int,
+    num_workers: int,
+    file_name: str = "hosts",
+    standbys: int = 0,
 ) -> list[Placement]:
-    """Assign processes to hosts: the servers by rank, then the workers.
+    """Assign processes to hosts: servers by rank, standbys, then workers.
 
     Servers and workers are each dealt to the hosts in turn, from the first. A host gets as many
     workers as it has slots, and a second one only when each host has one. Servers need no slot.
+    With ``standbys`` 1, each server has one, on the host after its own.
     Raises :class:`LaunchError` (exit code 2) if there are too few slots; its text names the file
     ``file_name``.
     """
@@ -108,6 +113,7 @@ def spread(
             "after a host"
         )
     servers = [("server", rank, rank % len(hosts)) for rank in range(num_servers)]
+    servers += [("standby", rank, (host + 1) % len(hosts)) for _, rank, host in servers * standbys]
     workers: list[Placement] = []
     turn = 0
     while len(workers) < num_workers:

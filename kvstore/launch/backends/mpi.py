@@ -84,7 +84,8 @@ class MpiJob(Cluster):
         self._counts: Counter[int] = Counter()  # number of processes for each host's index
         if hosts:
             file_name = options.hostfile or "hosts"
-            places = spread(hosts, options.num_servers, options.num_workers, file_name)
+            counts = options.num_servers, options.num_workers
+            places = spread(hosts, *counts, file_name, options.standbys)
             places.sort(key=lambda place: place[2])
             self.members = [(role, rank) for role, rank, _ in places]
             self._counts = Counter(index for _, _, index in places)

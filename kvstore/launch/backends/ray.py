@@ -145,11 +145,13 @@ def make_plan(options: LaunchOptions, directory: str, root: str | None) -> RayPl
     """Return the request to Ray. Raises :class:`LaunchError` (exit code 2)."""
     places = options.places
     given = parse_launcher_args(places.launcher_args)
+    server = resources_of(places.server_cores or 1, 0, places.server_memory_mb)
     shipped = {} if given.working_dir is None else {"working_dir": given.working_dir}
     return RayPlan(
         members=servers_then_workers(options),
         resources={
-            "server": resources_of(places.server_cores or 1, 0, places.server_memory_mb),
+            "server": server,
+            "standby": server,
             "worker": resources_of(
                 places.worker_cores or 1, places.worker_gpus or 0, places.worker_memory_mb
             ),

@@ -123,6 +123,11 @@ def refuse_copies(environ: Mapping[str, str]) -> None:
         )
 
 
+def _server_count(options: LaunchOptions) -> int:
+    """Return the number of servers and standbys, which have the same resources."""
+    return options.num_servers * (1 + options.standbys)
+
+
 def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
@@ -207,7 +212,7 @@ class SlurmJob(_Srun):
     def submit(self, directory: Path) -> list[str]:
         self._directory = str(directory)
         queue = [] if self.places.queue is None else [f"--partition={self.places.queue}"]
-        counts = {"server": self.options.num_servers, "worker": self.options.num_workers}
+        counts = {"server": _server_count(self.options), "worker": self.options.num_workers}
         needs = {role: self._needs(role) for role in counts}
         parts = [(counts[role], needs[role]) for role in counts]
         if needs["server"] == needs["worker"]:
@@ -290,7 +295,7 @@ class SlurmStep(_Srun):
                 )
 
     def submit(self, directory: Path) -> list[str]:
-        counts = [self.options.num_servers, self.options.num_workers]
+        counts = [_server_count(self.options), self.options.num_workers]
         if len(self._nodes) == 1:
             counts = [sum(counts)]
         parts = []

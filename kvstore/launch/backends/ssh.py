@@ -160,7 +160,8 @@ def run(
         )
     hosts = read_hosts(options.hostfile)
     check_launcher_args(options.places.launcher_args)
-    places = spread(hosts, options.num_servers, options.num_workers, options.hostfile)
+    counts = options.num_servers, options.num_workers
+    places = spread(hosts, *counts, options.hostfile, options.standbys)
     used = sorted({host for _, _, host in places})
     wished, port = wished_address(environ)
     if options.dry_run or options.check:

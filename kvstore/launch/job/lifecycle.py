@@ -17,6 +17,8 @@ afterwards which exit was the cause.
        │
        ├──a worker failed, and may be started again──> RUNNING, after a pause
        │
+       ├──a server failed whose standby runs, or a standby failed whose server runs──> RUNNING
+       │
        └──SIGINT, SIGTERM, SIGHUP──> STOPPING: stronger and stronger signals until all have ended
 
 Service processes (scheduler, servers) end with 0 when every worker has said goodbye to them, which
@@ -30,6 +32,10 @@ scheduler's own.
 With ``--restarts``, a worker that fails after all have joined is started again, and asks the
 scheduler for its place. If the scheduler gives it no place, it ends the job, and the worker's first
 end is the cause. If it does, that end is forgotten.
+
+With ``--standbys``, the scheduler gives the place of a lost server to its standby, which is the
+server from then on. Until the scheduler says so, the end of the server is remembered as with a
+worker. A server whose standby has ended goes on, and its end is a failure again.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from __future__ import annotations
 import enum
 import signal
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from kvstore.launch.plan import ProcessSpec
@@ -96,7 +102,7 @@ class Again:
 
 Effect = signal.Signals | str | Exit | Again
 """A signal for the process groups of all running processes; a message for the user; the end of a
-scheduler without which the job continues, for a message to the user; or a start."""
+process without which the job continues, for a message to the user; or a start."""
 
 _LADDERS: dict[signal.Signals, tuple[signal.Signals, ...]] = {
     signal.SIGINT: (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
@@ -157,6 +163,58 @@ class WorkerRestarts:
         return ends
 
 
+class Standbys:
+    """The standbys of servers, and whose places they have taken. Pure."""
+
+    def __init__(self, specs: Sequence[ProcessSpec]) -> None:
+        servers = {spec.rank: index for index, spec in enumerate(specs) if spec.role == "server"}
+        #: Standby -> its server, whose place it has not taken.
+        self._servers = {
+            index: servers[spec.rank] for index, spec in enumerate(specs) if spec.role == "standby"
+        }
+        #: The servers that have failed and whose places their standbys have not taken yet.
+        self.awaited: set[int] = set()
+        #: The processes whose ends are no failures: replaced servers, and ended standbys.
+        self.excused: set[int] = set()
+        #: How many places standbys have taken.
+        self.num_seated = 0
+
+    def sort(
+        self, statuses: Mapping[int, int], exits: Mapping[int, Exit], *, can_follow: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return which of the ends that were just found are failures.
+
+        And which, of servers or standbys, only need a message. ``exits`` are all ends, also these.
+        With ``can_follow``, a standby can take a place.
+        """
+        failed, spared = [], []
+        for index, status in statuses.items():
+            server = self._servers.get(index)
+            if server is None:
+                running = (of for by, of in self._servers.items() if by not in exits)
+                if status != 0 and can_follow and index in running:
+                    self.awaited.add(index)
+                if status != 0:
+                    is_spared = index in self.awaited or index in self.excused
+                    (spared if is_spared else failed).append(index)
+            elif server in exits and exits[server].status != 0:
+                failed.append(index)  # even with 0: the place of its server stays empty
+            else:
+                self.excused.add(index)
+                if status != 0 and server not in exits:
+                    spared.append(index)
+        return failed, spared
+
+    def returned(self, rank: int, specs: Sequence[ProcessSpec]) -> None:
+        """Note that a standby has taken the place of its server."""
+        for standby, server in list(self._servers.items()):
+            if specs[server].rank == rank:
+                del self._servers[standby]
+                self.awaited.discard(server)
+                self.excused.add(server)
+                self.num_seated += 1
+
+
 class Lifecycle:
     """Follows one job from its start until all its processes have ended."""
 
@@ -180,6 +238,7 @@ class Lifecycle:
         """The latest time for the next :meth:`tick`; None if there is no deadline."""
         self._ladder: list[signal.Signals] = []
         self.restarts = WorkerRestarts(timing, worker_restarts)
+        self.standbys = Standbys(specs)
 
     @property
     def _joined(self) -> bool:
@@ -201,6 +260,11 @@ class Lifecycle:
         """How many times a worker that was started again got its place."""
         return self.restarts.num_returned
 
+    @property
+    def excused(self) -> Set[int]:
+        """The processes whose ends are no failures, whatever their status."""
+        return self.standbys.excused
+
     def exited(
         self, statuses: Mapping[int, int], now_s: float, *, is_final: bool = False
     ) -> list[Effect]:
@@ -214,38 +278,48 @@ class Lifecycle:
         stopped = self.phase is Phase.STOPPING
         for index, status in statuses.items():
             self.exits[index] = Exit(index, status, now_s, self._sweep, stopped)
-        if not is_final and self._may_return(statuses):
-            for index in (index for index, status in statuses.items() if status != 0):
+        failures, spared = self._sort(statuses)
+        if not is_final and self._may_return(failures):
+            for index in failures:
                 self.restarts.plan(self.exits.pop(index), now_s)
-            self._settle(False, now_s)
-            return []
-        failed = any(status != 0 for status in statuses.values())
-        # Without a scheduler, no worker that was started again can get its place.
-        failed = failed or bool(self.restarts.setbacks and self._has_scheduler_ended())
+            failures = []
+        # Without a scheduler, no process can get the place of another.
+        awaited = self.restarts.setbacks or self.standbys.awaited
+        failed = bool(failures) or bool(awaited and self._has_scheduler_ended())
         if len(self.exits) == len(self._specs):
             self.failed = self.failed or (failed and not stopped)
             self._enter(Phase.ENDED, None)
-        elif self.phase is Phase.RUNNING and self._is_only_the_scheduler(statuses, killed=True):
+        elif self.phase is Phase.RUNNING and self._is_only_the_scheduler(failures, killed=True):
             return self._go_on_without_scheduler(now_s)
         elif self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FAILING):
             self._settle(failed, now_s)
-        return []
+        return [self.exits[index] for index in spared] if self.phase is Phase.RUNNING else []
 
-    def _may_return(self, statuses: Mapping[int, int]) -> bool:
+    def _sort(self, statuses: Mapping[int, int]) -> tuple[list[int], list[int]]:
+        """Return which of these ends are failures, and which only need a message."""
+        if self._is_certain is True and self.phase is not Phase.STOPPING:
+            return self.standbys.sort(statuses, self.exits, can_follow=self._can_follow())
+        return [index for index, status in statuses.items() if status != 0], []
+
+    def _can_follow(self) -> bool:
+        """Return whether a process can get the place of a lost one."""
+        is_running = self.phase is Phase.RUNNING and self._is_certain is True
+        return is_running and not self._has_scheduler_ended()
+
+    def _may_return(self, failures: Sequence[int]) -> bool:
         """Return whether all that failed are workers that may be started again."""
-        failed = [index for index, status in statuses.items() if status != 0]
         return (
-            self.phase is Phase.RUNNING
-            and self._is_certain is True
-            and not self._has_scheduler_ended()
-            and 0 < len(failed) <= self.restarts.num_left
-            and all(self._specs[index].role == "worker" for index in failed)
+            self._can_follow()
+            and 0 < len(failures) <= self.restarts.num_left
+            and all(self._specs[index].role == "worker" for index in failures)
         )
 
-    def returned(self, rank: int) -> None:
-        """Handle the scheduler's report that a worker has its place again."""
+    def returned(self, rank: int, role: str = "worker") -> None:
+        """Handle the scheduler's report that the place of a lost process is taken."""
+        if role == "server":
+            self.standbys.returned(rank, self._specs)
         for index, spec in enumerate(self._specs):
-            if (spec.role, spec.rank) == ("worker", rank):
+            if (spec.role, spec.rank, role) == ("worker", rank, "worker"):
                 self.restarts.returned(index)
 
     def joined(self, now_s: float, *, is_certain: bool = True) -> None:
@@ -294,9 +368,13 @@ class Lifecycle:
                 f"{self._timing.drain_s:g} s of the last worker; ending what is left"
             )
             return [warning, *self._stop(signal.SIGTERM, now_s)]
-        statuses = {index: found.status for index, found in self.exits.items()}
+        failures = [
+            index
+            for index, found in self.exits.items()
+            if found.status != 0 and index not in self.excused
+        ]
         is_failing = self.phase is Phase.FAILING
-        if is_failing and self._is_only_the_scheduler(statuses, killed=False):
+        if is_failing and self._is_only_the_scheduler(failures, killed=False):
             return self._go_on_without_scheduler(now_s)
         self.failed = True
         return self._stop(signal.SIGTERM, now_s)
@@ -324,15 +402,17 @@ class Lifecycle:
             self.deadline_s = None
         elif self.deadline_s is None:
             missed = {"worker", "scheduler"} if self.scheduler_lost else {"worker"}
-            if any(self._specs[index].role not in missed for index in self.exits):
+            spared = self.excused | self.standbys.awaited
+            if any(self._specs[index].role not in missed for index in self.exits.keys() - spared):
                 self.deadline_s = now_s + self._timing.service_s
 
-    def _is_only_the_scheduler(self, statuses: Mapping[int, int], *, killed: bool) -> bool:
+    def _is_only_the_scheduler(self, failures: Sequence[int], *, killed: bool) -> bool:
         """Return whether only the scheduler failed and joined workers can continue."""
-        failed = [index for index, status in statuses.items() if status != 0]
-        if len(failed) != 1 or self._specs[failed[0]].role != "scheduler":
+        if len(failures) != 1 or self._specs[failures[0]].role != "scheduler":
             return False
-        is_meant = statuses[failed[0]] < 0 or not killed
+        if self.standbys.awaited:
+            return False  # only the scheduler gives a standby its place
+        is_meant = self.exits[failures[0]].status < 0 or not killed
         return is_meant and self._is_certain is True and not self._all_ended(worker=True)
 
     def _go_on_without_scheduler(self, now_s: float) -> list[Effect]:

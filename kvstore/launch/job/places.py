@@ -82,9 +82,10 @@ class Joined:
 
 @dataclass(frozen=True)
 class Returned:
-    """A worker that was started again has its place."""
+    """Another process has the place of a lost worker or server."""
 
     rank: int
+    role: str = "worker"
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ class SchedulerLines:
         for words in map(bytes.split, lines):
             if words[:1] == [b"all"]:
                 events.append(Joined())
-            elif words[:1] == [b"worker"] and words[1].isdigit():
-                events.append(Returned(int(words[1])))
+            elif words[:1] in ([b"worker"], [b"server"]) and words[1].isdigit():
+                events.append(Returned(int(words[1]), words[0].decode()))
         return events
 
 

@@ -115,13 +115,19 @@ def _ended_too_early(ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]
     server ended is ignored: the servers are then the whole service.
     """
 
+    ranks = {spec.rank for spec in specs if spec.role == "server"}
+
+    def role_of(spec: ProcessSpec) -> str:
+        """Return "server" for a standby that has taken the place of its server."""
+        return "server" if spec.role == "standby" and spec.rank not in ranks else spec.role
+
     def of(*roles: str) -> list[Exit]:
-        return [one.exit for one in ended if one.spec.role in roles]
+        return [one.exit for one in ended if role_of(one.spec) in roles]
 
     def end_of(*roles: str) -> float:
         """Return the sweep that saw the last of these roles end, or infinity."""
         sweeps = [found.sweep for found in of(*roles)]
-        is_whole = len(sweeps) == len([spec for spec in specs if spec.role in roles])
+        is_whole = len(sweeps) == len([spec for spec in specs if role_of(spec) in roles])
         return max(sweeps) if is_whole else math.inf
 
     def is_good(group: Sequence[Exit]) -> bool:
@@ -182,8 +188,18 @@ def failure_block(
     return "\n".join(lines) + "\n"
 
 
-def without_scheduler(scheduler: EndedProcess) -> str:
-    """Return the message for a lost scheduler when the workers continue."""
+def goes_on(lost: EndedProcess) -> str:
+    """Return the message for a lost process without which the job continues."""
+    name, rank = lost.spec.name, lost.spec.rank
+    where = lost.place or f"pid {lost.pid}"
+    if lost.spec.role == "server":
+        return f"{name} ({where}) ended with {_how(lost)}: standby {rank} takes its place"
+    if lost.spec.role == "standby":
+        return f"{name} ({where}) ended with {_how(lost)}: server {rank} goes on without it"
+    return _without_scheduler(lost)
+
+
+def _without_scheduler(scheduler: EndedProcess) -> str:
     status = scheduler.exit.status
     how = describe_status(status)
     ended = f"was killed by {how.removeprefix('signal ')}" if status < 0 else f"ended with {how}"
@@ -223,9 +239,12 @@ def complete_line(
 ) -> str:
     """Return the line for when all have joined; ``address`` is the scheduler's."""
     counts = Counter(spec.role for spec in specs)
-    nodes = " and ".join(
-        f"{counts[role]} {role}{'s' * (counts[role] > 1)}" for role in ("worker", "server")
-    )
+    *others, last = [
+        f"{counts[role]} {role}{'s' * (counts[role] > 1)}"
+        for role in ("worker", "server", "standby")
+        if counts[role]
+    ]
+    nodes = f"{', '.join(others)} and {last}"
     return (
         f"all have joined: {nodes} on {', '.join(hosts)}; scheduler at {address}; "
         f"logs in {shown_logs}"

@@ -83,7 +83,7 @@ def run_job(
     """
     check_plan(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
-    logs, num_failed, num_returned = log_dir, 0, 0
+    logs, num_failed, num_returned, num_replaced = log_dir, 0, 0, 0
     try:
         while True:
             facts = JobFacts(secrets.token_hex(8), checkout_root(), attempt=num_failed)
@@ -108,6 +108,7 @@ def run_job(
                 say(str(error))
             else:
                 num_returned += report.lifecycle.num_returned
+                num_replaced += report.lifecycle.standbys.num_seated
                 may_try = num_left > report.lifecycle.num_returned
                 if not (may_try and may_restart(report)):
                     break
@@ -125,9 +126,14 @@ def run_job(
     if num_failed and code == 0:
         times = f"{num_failed} restart{'s' * (num_failed > 1)}"
         say(f"the job succeeded after {times}; logs of all attempts: {log_dir}")
-    elif num_returned and code == 0:
-        times = f"{num_returned} time{'s' * (num_returned > 1)}"
-        say(f"the job succeeded; a lost worker was replaced {times}")
+    elif (num_returned or num_replaced) and code == 0:
+        counts = {"worker": num_returned, "server": num_replaced}
+        replaced = " and ".join(
+            f"a lost {role} was replaced {count} time{'s' * (count > 1)}"
+            for role, count in counts.items()
+            if count
+        )
+        say(f"the job succeeded; {replaced}")
     return code
 
 

@@ -23,8 +23,8 @@ from kvstore.launch.job.report import (
     JobReport,
     ProcessRecord,
     cannot_start,
+    goes_on,
     starts_again,
-    without_scheduler,
 )
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.job.terminal import Terminal
@@ -146,8 +146,9 @@ class Supervisor:
         self.terminal.write_last(self._signals, is_interrupted=job.interrupted_by is not None)
         if self._start_failure is not None:
             raise self._start_failure
-        ended = [self._records[index].ended(found) for index, found in sorted(job.exits.items())]
-        specs = [record.spec for record in self._records]
+        records = {i: one for i, one in enumerate(self._records) if i not in job.excused}
+        ended = [one.ended(job.exits[i]) for i, one in records.items() if i in job.exits]
+        specs = [record.spec for record in records.values()]
         ends = (self._records[index].setback for index in job.setbacks)
         setbacks = [end for end in ends if end is not None]
         told_to_end = self._signals.told_to_end()
@@ -233,7 +234,7 @@ class Supervisor:
                 now_s = time.monotonic()
                 self._carry_out(self._lifecycle.exited(event.statuses, now_s, is_final=is_final))
             elif isinstance(event, places.Returned):
-                self._lifecycle.returned(event.rank)
+                self._lifecycle.returned(event.rank, event.role)
             elif isinstance(event, places.CannotStart):
                 self._refuse(self._lifecycle, event)
             elif isinstance(event, places.Located):
@@ -273,9 +274,10 @@ class Supervisor:
             elif isinstance(effect, Again):
                 self._start_again(effect)
             elif isinstance(effect, Exit):
-                self.terminal.end_status()  # the scheduler was the source of the status
                 lost = self._records[effect.index].ended(effect)
-                self.terminal.say(without_scheduler(lost))
+                if lost.spec.role == "scheduler":  # it was the source of the status
+                    self.terminal.end_status()
+                self.terminal.say(goes_on(lost))
             else:
                 self.terminal.say(effect)
 

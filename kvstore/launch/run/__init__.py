@@ -56,6 +56,7 @@ def run(
     log_dir: str | os.PathLike[str] | None = None,
     python: str | os.PathLike[str] | None = None,
     restarts: int = 0,
+    standbys: int = 0,
 ) -> list[Any]:
     """Call a function on each worker of a new job and return the results.
 
@@ -79,6 +80,7 @@ def run(
         python: the path of the workers' Python; by default this one.
         restarts: how many times workers that die may be started again. Such a worker calls ``fn``
             again, and a loop over ``kv.steps`` in it repeats its step (``docs/recovery.md``).
+        standbys: 1 for a standby of each server, which takes its place if it dies, else 0.
 
     Raises the error that a worker raised; its cause is a ``WorkerFailed`` with the worker's
     traceback. The other workers are ended. Raises ``WorkerFailed`` if a worker died, or if its
@@ -88,7 +90,11 @@ def run(
     process of the job runs any more.
     """
     wanted = _checked(workers, servers, env, options, log_dir, python, launcher, share_dir)
-    wanted = replace(wanted, restarts=_as_count("restarts", restarts, least=0))
+    wanted = replace(
+        wanted,
+        restarts=_as_count("restarts", restarts, least=0),
+        standbys=_as_count("standbys", standbys, least=0),
+    )
     limit_s = _as_seconds(timeout_s)
     job = RunningJob(wanted, "once", _packed(fn, args, kwargs))
     try:

@@ -50,12 +50,15 @@ _OF_A_JOB = RESERVED_NAMES | {
 }
 
 _MARKED = re.compile(rf"(?P<before>.*){MARK}(?P<call>\d+)\Z", re.DOTALL)
-_PREFIX = re.compile(r"\[(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?[^]]*\] ")
-# Messages of nodes when others end: all of scheduler and servers, and the dated lines of workers.
+_PREFIX = re.compile(r"\[(?P<role>worker|server|standby|scheduler)(?: (?P<rank>\d+))?[^]]*\] ")
+# Messages of nodes when others end: all of the service, and the dated lines of workers.
 _OF_THE_END = re.compile(
-    r"\[(?:scheduler|server|worker \d+[^]]*\] \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] W[\w[\]]*: )"
+    r"\[(?:scheduler|server|standby|worker \d+[^]]*\] "
+    r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] W[\w[\]]*: )"
 )
-_PROCESS = re.compile(r"process: +(?P<name>(?P<role>worker|server|scheduler)(?: (?P<rank>\d+))?)\b")
+_PROCESS = re.compile(
+    r"process: +(?P<name>(?P<role>worker|server|standby|scheduler)(?: (?P<rank>\d+))?)\b"
+)
 _ENDED = re.compile(r"ended: +(?P<how>.*?), [0-9.]+ s after the start")
 _LOG_HEADING = re.compile(r"the last (?:line|\d+ lines) of its log:|its log is empty")
 
@@ -77,6 +80,7 @@ class JobOptions:
     python: str | None = None
     restarts: int = 0
     """How many times workers may be started again."""
+    standbys: int = 0
 
 
 def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]:
@@ -89,6 +93,7 @@ def checked_command(wanted: JobOptions, directory: Path, mode: str) -> list[str]
         *(part for name in wanted.env for part in ("--env", name)),
         *(() if wanted.python is None or wanted.launcher == "local" else ("--python", python)),
         *(() if not wanted.restarts else ("--worker-restarts", str(wanted.restarts))),
+        *(() if not wanted.standbys else ("--standbys", str(wanted.standbys))),
         *wanted.options,
         *("--", *command),
     ]

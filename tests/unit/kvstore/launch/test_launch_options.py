@@ -125,3 +125,24 @@ def test_text_that_no_process_can_be_given_is_refused_by_its_value(
         parse_arguments(["-n", "1", *before, word, "true"])
     assert repr(word) in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        (["--standbys", "2"], "--standbys must be at most 1, got 2"),
+        (["--standbys=-1"], "--standbys must be at least 0, got -1"),
+        (["--env", "PS_STANDBYS=1"], "--env cannot set PS_STANDBYS, since the launcher sets it"),
+        (
+            ["--standbys", "1", "--launcher", "kubernetes"],
+            "--standbys works only with --launcher local, ssh, mpi, slurm, sge, ray, yarn, got "
+            "kubernetes; remove it",
+        ),
+    ],
+)
+def test_a_server_has_one_standby_or_none(own: list[str], text: str) -> None:
+    assert parse_arguments(["-n", "1", "--standbys", "1", "true"]).standbys == 1
+    assert parse_arguments(["-n", "1", "true"]).standbys == 0
+    with pytest.raises(LaunchError) as caught:
+        parse_arguments(["-n", "1", *own, "true"])
+    assert str(caught.value).startswith(text)

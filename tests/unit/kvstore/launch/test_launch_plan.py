@@ -269,3 +269,24 @@ def test_all_processes_know_the_attempt_in_the_last_one_too() -> None:
     assert attempts_of(restarts=1, attempt=1) == {"1"}
     assert attempts_of(restarts=0, attempt=2) == {"2"}, "no restart is left"
     assert attempts_of(restarts=0, attempt=0) == {None}
+
+
+def test_a_standby_has_the_environment_of_its_server_and_comes_after_the_servers() -> None:
+    given = (("PS_VERBOSE", "2"),)
+    options = dataclasses.replace(OPTIONS, num_servers=2, standbys=1, server_environment=given)
+    specs = plan(options)
+    standbys = ["standby 0", "standby 1"]
+    assert list(specs)[1:5] == ["server 0", "server 1", *standbys]
+    for rank, name in enumerate(standbys):
+        server = specs[f"server {rank}"]
+        assert specs[name].argv == server.argv
+        assert specs[name].environment == {**server.environment, "PS_STANDS_BY": "1"}
+        assert (specs[name].role, specs[name].rank) == ("standby", rank)
+        assert specs[name].environment["DMLC_ROLE"] == "server"
+
+
+def test_all_processes_know_of_standbys_and_not_of_those_of_an_outer_job() -> None:
+    options = dataclasses.replace(OPTIONS, standbys=1)
+    assert {spec.environment["PS_STANDBYS"] for spec in plan(options).values()} == {"1"}
+    assert not any("PS_STANDBYS" in spec.environment for spec in plan().values())
+    assert base_environment({"PS_STANDBYS": "1", "PS_STANDS_BY": "1", "A": "b"}) == {"A": "b"}

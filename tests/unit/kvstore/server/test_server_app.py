@@ -41,7 +41,9 @@ class Server:
             max_message_bytes=1 << 20,
         )
         self._traffic = SimpleNamespace(
-            serve=lambda plane: None,
+            serve=lambda plane, handle: None,
+            replicate=lambda incoming, handle, *, alone: handle(incoming),
+            primary=None,
             add_owner=lambda owner: None,
             carry_out=lambda effects: None,
         )

@@ -57,7 +57,9 @@ class Server:
         node: Any = SimpleNamespace(
             config=config,
             traffic=SimpleNamespace(
-                serve=lambda plane: None,
+                serve=lambda plane, handle: None,
+                replicate=lambda incoming, handle, *, alone: handle(incoming),
+                primary=None,
                 add_owner=lambda owner: None,
                 carry_out=lambda effects: None,
             ),

@@ -14,6 +14,7 @@ from pslite.wire.codec import Envelope, decode, encode
 from pslite.wire.messages import Request, Response
 
 ECHO = 7
+LOST = NodeLostError("server 0 is lost", role="server", rank=0)
 
 
 class Net:
@@ -294,3 +295,113 @@ def test_an_app_is_at_work_while_it_may_answer_by_itself() -> None:
     assert not customers.is_at_work
     customers.request_arrived(9, Request(7, 0, 3, 0, b""), [], 0.0)
     assert customers.is_at_work, "it waits for an app that may come"
+
+
+# -- a server whose place another process takes -------------------------------------------
+
+
+def repeating(*nodes: int) -> Net:
+    """Nodes; those that ask repeat requests of the app for the next process of a server."""
+    net = Net(*nodes)
+    for customers in net.nodes.values():
+        customers.repeated_apps.add(ECHO)
+    return net
+
+
+def sent(net: Net) -> list[tuple[int, int, Sequence[Any]]]:
+    """(receiver, request id, frames) of the requests that are under way; they are lost now."""
+    found = [
+        (receiver, message.request_id, frames)
+        for _, receiver, message, frames in net.sent
+        if isinstance(message, Request)
+    ]
+    net.sent.clear()
+    return found
+
+
+def test_what_a_lost_server_has_not_answered_is_asked_again_with_the_same_number() -> None:
+    net = repeating(9, 8)
+    future = net.ask(9, 8)
+    before = sent(net)
+    net.nodes[9].pending.depart(8, LOST, for_good=False)
+    assert not future.done()
+    net.nodes[9].ask_again(8)
+    assert sent(net) == before == [(8, 1, [b"frame"])]
+    net.nodes[9].ask_again(8)
+    net.nodes[8].add(ECHO, echo)
+    net.settle()
+    assert future.result(0) == {8: Reply(b"body!", [b"frame"])}
+
+
+def test_what_is_answered_is_not_asked_again() -> None:
+    net = repeating(9, 8)
+    net.nodes[8].add(ECHO, echo)
+    net.ask(9, 8)
+    net.settle()
+    net.nodes[9].ask_again(8)
+    assert sent(net) == []
+
+
+def test_only_the_lost_server_of_several_is_asked_again() -> None:
+    net = repeating(9, 8, 10)
+    net.nodes[10].add(ECHO, echo)
+    future = net.ask(9, 8, 10)
+    lost = net.sent.pop(0)
+    assert lost[1] == 8
+    net.settle()
+    net.nodes[9].pending.depart(8, LOST, for_good=False)
+    net.nodes[9].ask_again(10)
+    assert sent(net) == []
+    net.nodes[9].ask_again(8)
+    net.nodes[8].add(ECHO, echo)
+    net.settle()
+    assert sorted(future.result(0)) == [8, 10]
+
+
+def test_requests_are_asked_again_in_their_order() -> None:
+    net = repeating(9, 8)
+    for head in (1, 2, 3):
+        net.ask(9, 8, head=head)
+    net.sent.clear()
+    net.nodes[9].ask_again(8)
+    assert [number for _, number, _ in sent(net)] == [1, 2, 3]
+
+
+def test_requests_of_an_app_that_no_standby_repeats_fail_with_their_server() -> None:
+    net = repeating(9, 8)
+    other, repeated = net.ask(9, 8, app=ECHO + 1), net.ask(9, 8)
+    net.sent.clear()
+    net.nodes[9].pending.depart(8, LOST, for_good=False)
+    assert (other.error(), repeated.done()) == (LOST, False)
+    net.nodes[9].ask_again(8)
+    assert [number for _, number, _ in sent(net)] == [2]
+
+
+def test_requests_that_could_be_repeated_fail_if_the_server_is_gone_for_good() -> None:
+    net = repeating(9, 8)
+    future = net.ask(9, 8)
+    net.sent.clear()
+    net.nodes[9].pending.depart(8, LOST, for_good=False)
+    net.nodes[9].pending.depart(8, LOST)
+    assert future.error() is LOST
+    net.nodes[9].ask_again(8)
+    assert sent(net) == []
+
+
+def test_a_request_that_is_cancelled_is_not_asked_again() -> None:
+    net = repeating(9, 8)
+    future = net.ask(9, 8)
+    net.sent.clear()
+    net.nodes[9].pending.cancel(1, LOST)
+    assert future.error() is LOST
+    net.nodes[9].ask_again(8)
+    assert sent(net) == []
+
+
+def test_a_second_answer_from_the_next_process_changes_nothing() -> None:
+    net = repeating(9, 8)
+    net.nodes[8].add(ECHO, echo)
+    future = net.ask(9, 8)
+    net.nodes[9].ask_again(8)  # the first request is still under way
+    net.settle()
+    assert (future.result(0), len(net.nodes[9].pending)) == ({8: Reply(b"body!", [b"frame"])}, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pslite.config import Config
 from pslite.ids import Role
+from pslite.node.customer import Incoming
 from pslite.node.data import Traffic
 from pslite.node.pool import InlinePool
 from pslite.plane import OpenRound
@@ -23,12 +24,16 @@ class Stores:
         raise AssertionError("nothing is to be sent")
 
 
+def handle(incoming: Incoming) -> None:
+    raise AssertionError("nothing is to be repeated")
+
+
 def waits(open_rounds: list[OpenRound], now: float) -> tuple[int, list[Wait]]:
     office: Any = SimpleNamespace(config=Config(round_window=2), role=Role.SERVER)
     traffic, stores = Traffic(office), Stores()
     traffic.add_owner(stores)
     plane: Any = SimpleNamespace(open_rounds=lambda: open_rounds)
-    traffic.serve(plane)
+    traffic.serve(plane, handle)
     return traffic.open_rounds(now)
 
 
@@ -74,7 +79,7 @@ def test_lanes_that_come_and_go_are_not_remembered() -> None:
     traffic = Traffic(office)
     app: Any = SimpleNamespace(apply=lambda jobs: [None])
     plane: Any = SimpleNamespace(app=app, finished=lambda jobs, outcomes: [])
-    traffic.serve(plane)
+    traffic.serve(plane, handle)
     job: Any = SimpleNamespace(sizes=(8,), batch=SimpleNamespace(payloads=[b""]))
     for lane in range(100_000):
         traffic.carry_out([Run(lane, [job])])

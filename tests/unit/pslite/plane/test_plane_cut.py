@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pslite.errors import ProtocolError
-from pslite.plane import Piece, cut, cuts_of, piece_of
+from pslite.plane import Piece, cut, cuts_of, frames_of, piece_from, piece_of
 from pslite.plane.interface import Row
 
 
@@ -103,3 +103,62 @@ def test_frames_of_several_senders_are_cut_where_any_of_them_ends() -> None:
     pieces = [Piece(Row([b"ab", b"cdef"]), 0, 6), Piece(b"......", 0, 6)]
     pieces.append(Piece(Row([b".", b"abcd", b"ef."]), 1, 7))
     assert cuts_of(pieces) == [2, 4]
+
+
+# -- pieces as the frames of a record -----------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=5), min_size=1, max_size=5), st.data())
+def test_a_piece_of_several_frames_survives_the_journey_to_a_standby(
+    frames: list[bytes], data: st.DataObject
+) -> None:
+    whole = b"".join(frames)
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    sent = frames_of(Piece(Row(frames), start, stop))
+    received = piece_from([bytes(frame) for frame in sent])
+    assert (received.start, received.stop) == (0, stop - start)
+    found = b"".join(map(bytes, frames_of(received)))
+    assert found == whole[start:stop]
+
+
+def test_the_frames_of_a_row_are_those_that_hold_the_bytes_and_no_copies() -> None:
+    frames = [bytearray(b"abcd"), bytearray(b"efgh"), bytearray(b"ijkl")]
+    views = Row(frames).frames(2, 8)
+    assert [bytes(view) for view in views] == [b"cd", b"efgh"]
+    frames[0][2:3] = b"C"
+    assert bytes(views[0]) == b"Cd"
+    assert [bytes(view) for view in Row(frames).frames(5, 7)] == [b"fg"]
+    assert Row(frames).frames(4, 4) == []
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 12), (0, 4), (4, 8), (3, 5), (3, 9), (11, 12)])
+def test_bytes_of_a_row_are_cut_at_both_ends(start: int, stop: int) -> None:
+    views = Row([b"abcd", b"efgh", b"ijkl"]).frames(start, stop)
+    assert b"".join(map(bytes, views)) == b"abcdefghijkl"[start:stop]
+    assert all(len(view) for view in views)
+
+
+def test_a_piece_of_one_frame_is_sent_as_a_view_of_single_bytes() -> None:
+    memory = np.arange(4, dtype=np.float32)
+    (view,) = frames_of(Piece(memory.data, 4, 12))
+    assert bytes(view) == memory[1:3].tobytes()
+    memory[1] = 7
+    assert bytes(view) == memory[1:3].tobytes()
+
+
+def test_one_received_frame_is_a_piece_of_itself_and_several_are_a_row() -> None:
+    assert piece_from([b"abc"]) == Piece(b"abc", 0, 3)
+    memory = np.arange(2, dtype=np.float32)
+    assert piece_from([memory.data])[1:] == (0, 8)
+    piece = piece_from([b"ab", b"cde"])
+    assert (type(piece.frame), piece.start, piece.stop) == (Row, 0, 5)
+    assert cuts_of([piece]) == [2]
+    assert piece_of(piece, 2, 5) == Piece(memoryview(b"cde"), 0, 3)
+
+
+def test_a_payload_without_bytes_has_no_bytes_on_the_other_side() -> None:
+    for frames in (list[bytes](), [b""], [b"", b""]):
+        piece = piece_from(frames)
+        assert (piece.start, piece.stop, cuts_of([piece])) == (0, 0, [])
+        assert b"".join(map(bytes, frames_of(piece))) == b""

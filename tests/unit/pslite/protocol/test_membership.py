@@ -87,6 +87,137 @@ def test_who_is_missing_is_said_in_words() -> None:
     assert (rendezvous.missing(), rendezvous.waited_s(12.5)) == ((), 2.5)
 
 
+# -- standbys -----------------------------------------------------------------------------
+
+
+def with_standbys(num_servers: int = 2) -> Rendezvous:
+    """A cluster of one worker, and a standby of each server."""
+    rendezvous = Rendezvous(1, num_servers, VERSION, standbys=1)
+    rendezvous.begin(10.0)
+    return rendezvous
+
+
+def stand_by(rendezvous: Rendezvous, *nodes: NodeInfo) -> list[str | None]:
+    """Register standbys; return why each is refused. No refusal may end the job."""
+    verdicts = [rendezvous.register(each, 1, 2, VERSION, stands_by=True) for each in nodes]
+    assert not any(verdict is not None and verdict.fatal for verdict in verdicts)
+    return [verdict and verdict.reason for verdict in verdicts]
+
+
+def gather(rendezvous: Rendezvous, *nodes: NodeInfo) -> None:
+    for each in nodes:
+        assert rendezvous.register(each, 1, 2, VERSION) is None
+
+
+MEMBERS = node("worker", 1), node("server", 2), node("server", 3)
+STANDBYS = node("server", 4, rank=1), node("server", 5, rank=0)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_cluster_is_complete_with_its_standbys_and_they_are_not_in_the_roster(
+    is_last: bool,
+) -> None:
+    rendezvous = with_standbys()
+    gather(rendezvous, *MEMBERS[: 3 if is_last else 2])
+    assert stand_by(rendezvous, STANDBYS[0]) == [None]
+    assert rendezvous.roster == ()
+    assert stand_by(rendezvous, STANDBYS[1]) == [None]
+    if not is_last:
+        assert rendezvous.roster == ()
+        gather(rendezvous, MEMBERS[2])
+    assert ranks(rendezvous) == [
+        ("worker", 0, "worker1"),
+        ("server", 0, "server2"),
+        ("server", 1, "server3"),
+    ]
+    assert rendezvous.standbys == STANDBYS
+
+
+def test_standbys_are_named_among_those_who_are_there_and_who_are_missing() -> None:
+    rendezvous = with_standbys()
+    missing = ("1 of 1 worker", "2 of 2 servers", "2 of 2 standbys")
+    assert (rendezvous.missing(), rendezvous.present()) == (missing, ())
+    gather(rendezvous, *MEMBERS)
+    stand_by(rendezvous, STANDBYS[0])
+    assert rendezvous.missing() == ("1 of 2 standbys",)
+    assert rendezvous.present() == (
+        "worker on alpha (pid 4001)",
+        "server on alpha (pid 4002)",
+        "server on alpha (pid 4003)",
+        "standby of server 1 on alpha (pid 4004)",
+    )
+    stand_by(rendezvous, STANDBYS[1])
+    assert rendezvous.missing() == ()
+
+
+def test_one_missing_standby_of_one_is_said_in_the_singular() -> None:
+    assert with_standbys(1).missing() == ("1 of 1 worker", "1 of 1 server", "1 of 1 standby")
+
+
+def test_a_cluster_without_standbys_does_not_speak_of_them() -> None:
+    rendezvous = gathering(2, 1)
+    assert rendezvous.missing() == ("2 of 2 workers", "1 of 1 server")
+    assert rendezvous.standbys == ()
+
+
+def test_a_resent_registration_of_a_standby_counts_once() -> None:
+    rendezvous = with_standbys()
+    gather(rendezvous, *MEMBERS)
+    assert stand_by(rendezvous, STANDBYS[0], STANDBYS[0]) == [None, None]
+    assert (rendezvous.standbys, rendezvous.roster) == (STANDBYS[:1], ())
+
+
+def test_a_standby_does_not_take_the_place_of_a_server_that_has_not_come() -> None:
+    rendezvous = with_standbys()
+    stand_by(rendezvous, *STANDBYS)
+    gather(rendezvous, *MEMBERS)
+    assert len(rendezvous.roster) == 3
+
+
+RANKS = "DMLC_TASK_ID of a standby must be the rank of a server without one; got "
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 1])
+def test_a_standby_without_the_rank_of_a_server_that_needs_one_is_refused(rank: int) -> None:
+    rendezvous = with_standbys()
+    stand_by(rendezvous, STANDBYS[0])
+    assert stand_by(rendezvous, node("server", 9, rank=rank)) == [
+        f"{RANKS}the standby of server {rank} on alpha (pid 4009)"
+    ]
+    assert rendezvous.standbys == STANDBYS[:1]
+
+
+def test_one_standby_too_many_is_refused_and_the_others_go_on() -> None:
+    rendezvous = with_standbys()
+    stand_by(rendezvous, *STANDBYS)
+    (reason,) = stand_by(rendezvous, node("server", 9, rank=0))
+    assert reason is not None
+    assert "no more than 2 standbys; the standby of server 0 on alpha (pid 4009)" in reason
+    gather(rendezvous, *MEMBERS)
+    assert len(rendezvous.roster) == 3
+
+
+def test_a_job_without_standbys_refuses_one() -> None:
+    rendezvous = gathering(2, 1)
+    refusal = rendezvous.register(node("server", 9, rank=0), 2, 1, VERSION, stands_by=True)
+    assert refusal is not None
+    assert ("no more than 0 standbys" in refusal.reason, refusal.fatal) == (True, False)
+    assert rendezvous.registered == ()
+
+
+def test_a_standby_that_disagrees_about_the_job_is_refused() -> None:
+    refusal = with_standbys().register(STANDBYS[0], 3, 2, VERSION, stands_by=True)
+    assert refusal is not None
+    assert "DMLC_NUM_WORKER=3" in refusal.reason
+
+
+def test_a_standby_with_the_name_of_another_process_is_refused() -> None:
+    rendezvous = with_standbys()
+    gather(rendezvous, MEMBERS[1])
+    twin = STANDBYS[0]._replace(uid=MEMBERS[1].uid)
+    assert stand_by(rendezvous, twin) == ["another node has the same name"]
+
+
 # -- refusals -----------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Rounds and barriers of a seat whose process was replaced by another one, which repeats a step."""
+"""Rounds and barriers of a seat that another process has taken; and rounds of a standby."""
 
 from __future__ import annotations
 
@@ -25,6 +25,69 @@ def renewed(payload: str) -> str:
 
 def payloads(rounds: Rounds) -> list[str]:
     return [rounds.payload(rank, round_) for rank, round_ in rounds.waiting()]
+
+
+# -- rounds that a standby repeats --------------------------------------------------------
+
+
+def test_repeated_rounds_are_applied_ones() -> None:
+    rounds = SyncRounds([0, 1], window=2)
+    for round_ in (1, 2):
+        rounds.repeated([(0, round_), (1, round_)])
+    assert (rounds.version, rounds.applied(0), rounds.applied(1)) == (2, 2, 2)
+    assert [rounds.readable(0, after) for after in (2, 3)] == [True, False]
+    assert (rounds.running, rounds.waiting(), rounds.missing()) == (False, [], None)
+    assert [rounds.knows(1, round_) for round_ in (2, 3)] == [True, False]
+
+
+def test_contributions_to_repeated_rounds_are_known_and_later_ones_are_taken() -> None:
+    rounds = SyncRounds([0, 1], window=2)
+    rounds.repeated([(0, 1), (1, 1)])
+    verdicts = contribute(rounds, (0, 1), (0, 2), (0, 4), (0, 5))
+    assert verdicts == [Verdict.APPLIED, Verdict.TAKEN, Verdict.TAKEN, Verdict.TOO_FAR]
+    contribute(rounds, (1, 2))
+    assert rounds.start() == Batch(((0, 2), (1, 2)), ("0/2", "1/2"))
+    rounds.finish()
+    assert rounds.version == 2
+
+
+def test_a_repeated_round_leaves_the_same_state_as_one_that_was_applied_here() -> None:
+    here, there = SyncRounds([0, 1], window=2), SyncRounds([0, 1], window=2)
+    contribute(here, (0, 1), (1, 1))
+    batch = here.start()
+    assert batch is not None
+    here.finish()
+    there.repeated(batch.rounds)
+    assert there.signature() == here.signature()
+
+
+def test_a_batch_of_nothing_changes_nothing() -> None:
+    rounds = SyncRounds([0, 1], window=2)
+    rounds.repeated([(0, 1), (1, 1)])
+    rounds.repeated([])
+    assert rounds.version == 1
+
+
+def test_repeated_asynchronous_contributions_count_for_their_ranks() -> None:
+    rounds = AsyncRounds(window=2)
+    for pair in ((0, 1), (1, 1), (0, 2)):
+        rounds.repeated([pair])
+    assert [rounds.applied(rank) for rank in (0, 1, 2)] == [2, 1, 0]
+    assert (rounds.version, rounds.running) == (3, False)
+    verdicts = contribute(rounds, (0, 2), (1, 2), (0, 3))
+    assert verdicts == [Verdict.APPLIED, Verdict.TAKEN, Verdict.TAKEN]
+    assert rounds.start() == Batch(((1, 2),), ("1/2",))
+
+
+def test_repeated_asynchronous_contributions_leave_the_same_state_as_those_applied_here() -> None:
+    here, there = AsyncRounds(window=2), AsyncRounds(window=2)
+    contribute(here, (1, 1), (0, 1), (1, 2))
+    for _ in range(3):
+        batch = here.start()
+        assert batch is not None
+        here.finish()
+        there.repeated(batch.rounds)
+    assert there.signature() == here.signature()
 
 
 # -- synchronous rounds -------------------------------------------------------------------

@@ -326,3 +326,127 @@ def test_a_seat_that_is_not_there_welcomes_nobody() -> None:
     assert not seats.welcomed(99, 0)
     assert not seats.is_welcoming(99, 0)
     assert seats.attempt(99) == 0
+
+
+# -- servers and their standbys -----------------------------------------------------------
+
+SERVERS = [node_id(Role.SERVER, rank) for rank in (0, 1)]
+
+
+def standby(number: int, rank: int) -> NodeInfo:
+    """The process that stands by for the server with this rank."""
+    return process(number, rank, "server")
+
+
+def guarded(*ranks: int, wait_s: float = WAIT_S) -> Seats:
+    """The seats of a worker and two servers; those with these ranks have standbys 20 and 21."""
+    seats = Seats(wait_s)
+    roster = (process(0, 0), process(8, 0, "server"), process(9, 1, "server"))
+    seats.begin(roster, [standby(20 + rank, rank) for rank in ranks])
+    return seats
+
+
+@pytest.mark.parametrize("wait_s", [0.0, WAIT_S])
+def test_a_standby_takes_the_seat_of_its_server_at_once(wait_s: float) -> None:
+    seats = guarded(0, 1, wait_s=wait_s)
+    assert seats.take() == []
+    assert seats.lost(SERVERS[1], "killed", 1.0)
+    taken = Succession(standby(21, 1), 1, process(9, 1, "server"), "killed")
+    assert seats.take() == [taken]
+    assert [seats.attempt(server) for server in SERVERS] == [0, 1]
+    assert seats.is_welcoming(SERVERS[1], 1)
+    assert seats.overdue(1e9) == []
+
+
+def test_a_server_is_followed_although_it_never_said_that_it_may_return() -> None:
+    seats = guarded(0)
+    seats.may_return(SERVERS[0], yes=False)
+    assert seats.lost(SERVERS[0], "killed", 1.0)
+    assert seated(seats) == [(0, "server20", 1)]
+
+
+def test_the_loss_of_a_server_without_a_standby_ends_the_job() -> None:
+    seats = guarded(0)
+    assert not seats.lost(SERVERS[1], "killed", 1.0)
+    assert (seats.take(), seats.overdue(1e9)) == ([], [])
+    assert seats.verdict(SERVERS[1], "killed") == "killed"
+
+
+def test_each_standby_takes_the_seat_of_its_own_server_only() -> None:
+    seats = guarded(1)
+    assert not seats.lost(SERVERS[0], "killed", 1.0)
+    assert (seats.take(), seats.standbys()) == ([], [standby(21, 1)])
+
+
+def test_two_servers_that_are_lost_are_both_followed() -> None:
+    seats = guarded(0, 1)
+    for server in SERVERS:
+        assert seats.lost(server, "killed", 1.0)
+    assert seated(seats) == [(0, "server20", 1), (1, "server21", 1)]
+    for server in SERVERS:
+        assert seats.welcomed(server, 1)
+
+
+def test_a_standby_that_is_dismissed_takes_no_seat() -> None:
+    seats = guarded(0, 1)
+    assert seats.dismiss(SERVERS[0]) == standby(20, 0)
+    assert seats.dismiss(SERVERS[0]) is None
+    assert seats.standbys() == [standby(21, 1)]
+    assert not seats.lost(SERVERS[0], "killed", 1.0)
+    assert seats.take() == []
+
+
+@pytest.mark.parametrize("seat", [FIRST, 99, SERVERS[1]])
+def test_where_no_process_stands_by_there_is_none_to_dismiss(seat: int) -> None:
+    seats = guarded(0)
+    assert seats.dismiss(seat) is None
+    assert seats.standbys() == [standby(20, 0)]
+
+
+def test_a_process_that_has_taken_a_seat_stands_by_no_longer() -> None:
+    seats = guarded(0)
+    seats.lost(SERVERS[0], "killed", 1.0)
+    assert seats.standbys() == [standby(20, 0)]
+    seats.take()
+    assert (seats.standbys(), seats.dismiss(SERVERS[0])) == ([], None)
+
+
+@pytest.mark.parametrize("is_welcomed", [False, True])
+def test_the_job_ends_if_the_former_standby_is_lost_too(is_welcomed: bool) -> None:
+    seats = guarded(0)
+    seats.lost(SERVERS[0], "killed", 1.0)
+    seats.take()
+    if is_welcomed:
+        assert seats.welcomed(SERVERS[0], 1)
+    assert not seats.lost(SERVERS[0], "killed too", 2.0)
+    assert seats.take() == []
+
+
+def test_workers_that_ask_do_not_get_the_seats_of_servers() -> None:
+    seats = guarded(0, 1)
+    for number, rank in ((2, -1), (3, 0)):
+        assert seats.ask(process(number, rank), 0.0) is None
+    seats.lost(SERVERS[0], "killed", 1.0)
+    assert seated(seats) == [(0, "server20", 1)]
+    assert [node.uid for node, _, _ in seats.asking()] == ["worker2", "worker3"]
+    assert not seats.lost(SERVERS[0], "killed too", 2.0)
+    seats.lost(SERVERS[1], "killed", 3.0)
+    seats.dismiss(SERVERS[1])
+    assert seats.take() == []
+
+
+def test_a_standby_does_not_get_the_seat_of_a_worker() -> None:
+    seats = guarded(0)
+    seats.may_return(FIRST, yes=True)
+    seats.lost(FIRST, "killed", 1.0)
+    assert seats.take() == []
+    assert seats.overdue(1.0 + WAIT_S)[0][0] == FIRST
+
+
+def test_the_seats_of_servers_do_not_count_as_those_of_workers() -> None:
+    seats = guarded(0, 1)
+    seats.left(FIRST)
+    refused = "all workers have left this job, so no process can take the place"
+    assert seats.ask(process(2), 1.0) == refused
+    refused = "this job has 1 workers, so none has the rank 1"
+    assert seats.ask(process(3, 1), 1.0) == refused

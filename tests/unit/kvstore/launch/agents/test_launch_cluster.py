@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvstore.launch.agents.agent import with_environment_of_python
-from kvstore.launch.agents.cluster import agent_row, common_address, core_count, seen_from_away
+from kvstore.launch.agents.cluster import (
+    agent_row,
+    apart,
+    common_address,
+    core_count,
+    seen_from_away,
+    servers_then_workers,
+)
 from kvstore.launch.environment import network_id
+from kvstore.launch.options import parse_arguments
 
 
 def greeting(network: str, address: str) -> dict[str, str]:
@@ -60,3 +68,27 @@ def test_a_machine_without_a_free_port_is_no_good() -> None:
     assert (row.is_good, row.found[:26]) == (False, "THERE IS NO FILE train.py,")
     row = agent_row("node1", {"has_free_port": False})
     assert not row.is_good and "NO FREE PORT" in row.found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks"),
+    [
+        ("ab ab w", [1, 0]),
+        ("ab ba w", [0, 1]),
+        ("aba bab w", [0, 1, 2]),
+        ("abc abc w", [1, 2, 0]),
+        ("aab abc w", [2, 0, 1]),
+        ("aa aa w", [0, 1]),
+        ("a a w", [0]),
+    ],
+)
+def test_standbys_change_places_so_that_few_are_with_their_servers(
+    hosts: str, ranks: list[int]
+) -> None:
+    options = parse_arguments(["-n", "1", "-s", str(len(ranks)), "--standbys", "1", "true"])
+    members = servers_then_workers(options)
+    found = apart(members, hosts.replace(" ", ""))
+    assert [rank for role, rank in found if role == "standby"] == ranks
+    others = [member for member in members if member[0] != "standby"]
+    assert [member for member in found if member[0] != "standby"] == others
+    assert apart(others, ["a"] * len(others)) == others

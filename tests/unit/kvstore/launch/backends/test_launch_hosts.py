@@ -42,6 +42,17 @@ def test_servers_and_workers_go_round_the_hosts() -> None:
     ]
 
 
+def test_a_standby_is_on_the_host_after_that_of_its_server() -> None:
+    hosts = [Host("a"), Host("b")]
+    assert spread(hosts, 3, 1, standbys=1)[3:] == [
+        ("standby", 0, 1),
+        ("standby", 1, 0),
+        ("standby", 2, 1),
+        ("worker", 0, 0),
+    ]
+    assert spread(hosts[:1], 1, 1, standbys=1)[1] == ("standby", 0, 0)
+
+
 def test_a_second_worker_comes_to_a_host_when_all_have_one() -> None:
     hosts = [Host("a", slots=3), Host("b"), Host("c", slots=2)]
     placed = [place[2] for place in spread(hosts, 0, 6)]

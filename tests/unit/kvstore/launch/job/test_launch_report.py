@@ -11,14 +11,15 @@ from kvstore.launch.job.lifecycle import Exit, Lifecycle, Timing
 from kvstore.launch.job.report import (
     EndedProcess,
     JobReport,
+    complete_line,
     describe_status,
     exit_code,
     failure_block,
     failures_of,
+    goes_on,
     may_restart,
     show_failure,
     starts_again,
-    without_scheduler,
 )
 from kvstore.launch.plan import ProcessSpec
 
@@ -144,7 +145,7 @@ def test_the_loss_of_the_scheduler_is_told_with_what_follows(
     status: int, place: str, sentence: str
 ) -> None:
     lost = EndedProcess(SPECS[SCHEDULER], 4711, ended(SCHEDULER, status, 1), [], place=place)
-    text = without_scheduler(lost)
+    text = goes_on(lost)
     assert text.startswith(sentence)
     assert "barriers, init and joins no longer work" in text
     assert text.endswith(f"(exit code {exit_code(lost.exit)})")
@@ -289,3 +290,47 @@ def test_a_worker_that_is_started_again_is_told_with_its_end(
     found = ended(WORKER_1, status, 1)
     failed = EndedProcess(SPECS[WORKER_1], 4711, found, [], place=place, reason=reason)
     assert starts_again(failed) == sentence
+
+
+@pytest.mark.parametrize(
+    ("role", "status", "text"),
+    [
+        ("server", -9, "server 1 (pid 7) ended with signal SIGKILL: standby 1 takes its place"),
+        ("standby", 1, "standby 1 (pid 7) ended with exit code 1: server 1 goes on without it"),
+    ],
+)
+def test_a_server_and_a_standby_without_which_the_job_goes_on_are_told(
+    role: str, status: int, text: str
+) -> None:
+    spec = ProcessSpec(role, 1, ("python",), {})
+    assert goes_on(EndedProcess(spec, 7, ended(1, status, 1), ())) == text
+
+
+def test_a_standby_in_the_place_of_its_server_is_blamed_like_a_server() -> None:
+    specs = [
+        ProcessSpec(role, rank, ("python",), {})
+        for role, rank in [("scheduler", 0), ("server", 0), ("standby", 1), ("worker", 0)]
+    ]
+    exits = [ended(2, 0, 1), ended(3, 1, 2), ended(0, 1, 3), ended(1, 0, 3)]
+    logs = {3: NODE_LOST, 0: NODE_LOST}
+    all_ended = [EndedProcess(specs[one.index], 1, one, logs.get(one.index, ())) for one in exits]
+    failures, _ = failures_of(all_ended, specs)
+    assert [one.spec.name for one in failures] == ["standby 1", "worker 0", "scheduler"]
+
+
+def test_a_standby_that_the_launcher_ended_makes_no_server_a_failure() -> None:
+    specs = [*SPECS, ProcessSpec("standby", 0, ("python",), {})]
+    exits = [ended(SCHEDULER, -9, 1), ended(SERVER, 0, 2), ended(WORKER_0, 0, 2)]
+    exits += [ended(WORKER_1, 0, 3), ended(4, -15, 4, stopped=True)]
+    all_ended = [EndedProcess(specs[one.index], 1, one, ()) for one in exits]
+    failures, stopped = failures_of(all_ended, specs)
+    assert [one.spec.name for one in failures] == ["scheduler"]
+    assert [one.spec.name for one in stopped] == ["standby 0"]
+
+
+def test_the_line_that_all_have_joined_counts_standbys() -> None:
+    specs = [*SPECS, ProcessSpec("standby", 0, ("python",), {})]
+    line = complete_line(specs, ["this machine"], "h:1", "logs")
+    assert line.startswith("all have joined: 2 workers, 1 server and 1 standby on this machine; ")
+    line = complete_line(SPECS, ["this machine"], "h:1", "logs")
+    assert line.startswith("all have joined: 2 workers and 1 server on this machine; ")

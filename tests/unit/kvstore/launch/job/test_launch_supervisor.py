@@ -45,6 +45,7 @@ def test_that_all_have_joined_and_who_returns_are_lines(
     assert after(*ends, b"worker 1 has its place again\n") == [Returned(1)]
     both = b"worker 0 has its place again\nworker 12 has its place again\n"
     assert after(*ends, both) == [Returned(0), Returned(12)]
+    assert after(*ends, b"server 1 has its place again\n") == [Returned(1, "server")]
 
 
 def test_a_line_counts_when_it_is_complete_whatever_the_pieces(
@@ -57,7 +58,7 @@ def test_a_line_counts_when_it_is_complete_whatever_the_pieces(
     assert after(*ends, b"orker 4 has its place again\n") == [Returned(4)]
 
 
-@pytest.mark.parametrize("line", [b"", b"server 1 has its place again", b"worker x is there"])
+@pytest.mark.parametrize("line", [b"", b"scheduler has its place again", b"worker x is there"])
 def test_other_lines_are_no_events(ends: tuple[SchedulerLines, socket.socket], line: bytes) -> None:
     assert after(*ends, line + b"\nworker 2 has its place again\n") == [Returned(2)]
 

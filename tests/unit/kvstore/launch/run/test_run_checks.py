@@ -126,6 +126,9 @@ def test_the_launcher_s_command_line_holds_no_values_of_variables(tmp_path: Path
     assert "--worker-restarts" not in arguments
     again = checked_command(replace(options, restarts=2), tmp_path, "once")
     assert again[again.index("--worker-restarts") + 1] == "2"
+    assert "--standbys" not in arguments
+    followed = checked_command(replace(options, standbys=1), tmp_path, "once")
+    assert followed[followed.index("--standbys") + 1] == "1"
     assert arguments[:6] == ["-n", "3", "-s", "2", "--launcher", "ssh"]
     assert arguments[arguments.index("--env") + 1] == "TOKEN"
     assert arguments[-5:] == [
@@ -149,6 +152,7 @@ def test_a_python_of_other_hosts_is_the_launcher_s_too(tmp_path: Path) -> None:
         ({"workers": 0}, "^workers must be an int of at least 1, got 0$"),
         ({"servers": -1}, "^servers must be an int of at least 1, got -1$"),
         ({"restarts": -1}, "^restarts must be an int of at least 0, got -1$"),
+        ({"standbys": 2}, "^--standbys must be at most 1, got 2$"),
         ({"launcher": "slrm"}, "launcher must be one of local, .*'slrm'; did you mean 'slurm'"),
         ({"launcher": 3}, "launcher must be one of local, .*, got 3$"),
         ({"timeout_s": float("nan")}, "^timeout_s must be a number of seconds, got nan$"),

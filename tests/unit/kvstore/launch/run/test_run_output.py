@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.errors import JobFailed, WorkerFailed
 from kvstore.launch.job.lifecycle import Exit
-from kvstore.launch.job.report import EndedProcess, failure_block, without_scheduler
+from kvstore.launch.job.report import EndedProcess, failure_block, goes_on
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.run.background import LauncherOutput, show
 from kvstore.launch.run.call_files import MARK
@@ -88,7 +88,7 @@ def test_the_output_knows_that_the_job_goes_on_without_its_scheduler() -> None:
     output.show("[worker 0] push and pull go on", is_error=True)
     assert not output.is_without_scheduler
     lost = EndedProcess(ProcessSpec("scheduler", 0, ("x",), {}), 7, Exit(0, -9, 1.0, 1), [])
-    output.show(f"[launcher] {without_scheduler(lost)}", is_error=True)
+    output.show(f"[launcher] {goes_on(lost)}", is_error=True)
     assert output.is_without_scheduler
 
 

@@ -1,0 +1,537 @@
+"""A server is killed at any instant, and its standby takes its place: the bits stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import optimizer
+from kvstore.optimizer.serialize import to_plain
+from kvstore.server import install
+from kvstore.sparse.payload import RowPayloadKind
+from kvstore.sparse.tables.settings import settings_to_plain
+from kvstore.stores.dist.store import create_dist
+from kvstore.stores.dist.tables import DistTable
+from pslite import Postoffice
+from pslite.errors import NodeLostError
+from pslite.ids import SCHEDULER_ID, NodeInfo
+from pslite.protocol.succession import Standing
+from pslite.testing.simulator import Simulation
+from pslite.wire.messages import Exchange, RequestRecord, RoundRecord
+from tests.faults import returning
+from tests.faults.returning import (
+    MakeScript,
+    Results,
+    async_script,
+    before_step,
+    begin,
+    returning_of,
+    simulation_of,
+    sync_script,
+    without_kill,
+)
+from tests.faults.standbys import (
+    OPTIMIZERS,
+    assert_nothing_is_left,
+    calls_script,
+    contents,
+    count_calls,
+    dtypes_script,
+    is_quiet,
+    killed_at,
+    num_steps,
+    pairs,
+    plain_simulation,
+    run_to_rest,
+    stores_of,
+)
+from tests.faults.test_table_losses import PLUS, SETTINGS
+
+Steps = Generator[Any, Any, None]
+SLOW = pytest.mark.slow(reason="every twelfth instant of plain trainings is always tried")
+SCRIPTS: dict[str, MakeScript] = {
+    "sync": sync_script,
+    "async": async_script,
+    "rows": returning.ROWS["lazy"],
+    "rows of which all change": returning.ROWS["all"],
+    "rows that are replaced": returning.ROWS["sum"],
+}
+STRIDES = {"server": 12, "standby": 36}
+
+
+def instants(names: list[str], fast: list[str]) -> list[Any]:
+    """Each script with each offset of its instants; the first ones of some are fast."""
+    return [
+        pytest.param(what, name, offset, id=f"{what}-{name}-{offset}", marks=marks)
+        for what, stride in STRIDES.items()
+        for name in names
+        for offset in range(stride)
+        for marks in [() if name in fast and not offset else SLOW]
+    ]
+
+
+# -- one kill, at any instant ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_standby_has_what_its_server_has_byte_for_byte(name: str) -> None:
+    assert num_steps(SCRIPTS[name]) > without_kill(SCRIPTS[name])[0]
+
+
+@pytest.mark.parametrize(("what", "name", "offset"), instants(list(SCRIPTS), ["sync", "async"]))
+def test_a_server_or_its_standby_may_be_killed_before_any_step_of_the_simulation(
+    what: str, name: str, offset: int
+) -> None:
+    make = SCRIPTS[name]
+    _, expected = without_kill(make)
+    for at_step in range(1 + offset, num_steps(make) + 1, STRIDES[what]):
+        _, results = killed_at(make, at_step, what)
+        assert set(results.values()) == {expected}, f"other bits: killed at step {at_step}"
+
+
+@pytest.mark.parametrize("name", ["rows", "rows that are replaced"])
+def test_a_server_with_rows_may_be_killed_at_some_instants(name: str) -> None:
+    make = SCRIPTS[name]
+    _, expected = without_kill(make)
+    for at_step in range(40, num_steps(make), 49):
+        _, results = killed_at(make, at_step, "server")
+        assert set(results.values()) == {expected}, f"other bits: killed at step {at_step}"
+
+
+# -- every dtype, every optimizer, every call --------------------------------------------
+
+PLAIN: dict[str, MakeScript] = {
+    "dtypes": partial(dtypes_script, kind="dist_sync"),
+    "dtypes of an asynchronous store": partial(dtypes_script, kind="dist_async"),
+    "calls": calls_script,
+}
+FAST_STRIDE = {"dtypes": 149, "dtypes of an asynchronous store": 149, "calls": 19}
+
+
+@cache
+def of_plain(name: str) -> tuple[int, Results]:
+    """How many steps it takes with a standby; and the results without one."""
+    results: Results = {}
+    simulation = plain_simulation(standbys=0)
+    simulation.run(PLAIN[name](results))
+    simulation.finish()
+    assert len(set(results.values())) == 1
+    beside = plain_simulation()
+    run_to_rest(beside, PLAIN[name]({}))
+    return beside.steps, results
+
+
+def kill_in_plain(name: str, at_step: int, what: str) -> None:
+    """Kill one process; check the results, and that nothing is carried out twice."""
+    num, expected = of_plain(name)
+    assert at_step <= num
+    simulation, results = plain_simulation(), dict[int, bytes]()
+    counts = count_calls(simulation.standbys[0])
+    kill = simulation.kill_server if what == "server" else simulation.kill_standby
+    before_step(simulation, at_step, lambda: kill(0))
+    simulation.run(PLAIN[name](results))
+    simulation.finish()
+    assert results == expected, f"other bits: killed at step {at_step}"
+    twice = {call: count for call, count in counts.items() if count > 1}
+    assert not twice, f"carried out twice: {twice}, killed at step {at_step}"
+    assert all(node.error is None for node in simulation.servers)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_no_optimizer_dtype_or_call_makes_a_difference(name: str) -> None:
+    for at_step in range(9, of_plain(name)[0], FAST_STRIDE[name]):
+        kill_in_plain(name, at_step, "server")
+
+
+@pytest.mark.slow(reason="some instants of each are always tried")
+@pytest.mark.parametrize("offset", range(1, 20))
+@pytest.mark.parametrize("what", ["server", "standby"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_no_optimizer_dtype_or_call_makes_a_difference_at_more_instants(
+    name: str, what: str, offset: int
+) -> None:
+    stride = 19 if name == "calls" else 95
+    for at_step in range(offset, of_plain(name)[0], stride):
+        kill_in_plain(name, at_step, what)
+
+
+def test_each_request_of_a_worker_gets_one_answer() -> None:
+    """Also if the server dies when it has answered, and the standby has done the same."""
+    num, _ = of_plain("calls")
+    for at_step in range(60, num, 61):
+        simulation = plain_simulation()
+        before_step(simulation, at_step, partial(simulation.kill_server, 0))
+        answers: dict[tuple[str, int], int] = {}
+        for worker in simulation.workers:
+            customers, name = worker.customers, worker.van.uid
+            arrived = customers.response_arrived
+
+            def count(
+                sender: int, message: Any, frames: Any, arrived: Any = arrived, name: str = name
+            ) -> None:
+                if sender != SCHEDULER_ID:
+                    call = name, message.request_id
+                    answers[call] = answers.get(call, 0) + 1
+                arrived(sender, message, frames)
+
+            customers.response_arrived = count  # type: ignore[method-assign]
+        simulation.run(PLAIN["calls"]({}))
+        simulation.finish()
+        assert set(answers.values()) == {1}, f"killed at step {at_step}"
+
+
+# -- several losses ----------------------------------------------------------------------
+
+
+def two_servers() -> Simulation:
+    return simulation_of(1, 2, 2, standbys=1)
+
+
+@pytest.mark.parametrize("name", ["sync", "async", "rows"])
+@pytest.mark.parametrize(("first", "apart_s"), [(0, 6.5), (1, 9.0), (0, 0.0), (1, 0.01)])
+def test_two_servers_may_be_lost_one_after_the_other_or_together(
+    name: str, first: int, apart_s: float
+) -> None:
+    make = SCRIPTS[name]
+    _, expected = without_kill(make, 2, 2)
+    for at_step in range(60, num_steps(make, two_servers), 170):
+        simulation, results = two_servers(), dict[int, bytes]()
+
+        def kill_both(simulation: Simulation = simulation) -> None:
+            simulation.kill_server(first)
+            when = simulation.now + apart_s
+            simulation.at(when, partial(simulation.kill_server, 1 - first))
+
+        before_step(simulation, at_step, kill_both)
+        simulation.run(make(results))
+        simulation.finish()
+        assert set(results.values()) == {expected}, f"other bits: killed at step {at_step}"
+
+
+def may_be_replaced(simulation: Simulation, rank: int) -> bool:
+    seats = simulation.scheduler.control._seating.seats  # type: ignore[attr-defined]
+    seat = seats._seats.get(9 + 2 * rank)
+    return (
+        seat is not None
+        and seat.may_return
+        and seat.standing is Standing.TAKEN
+        and not simulation._tasks[rank].over
+    )
+
+
+@pytest.mark.parametrize("name", ["sync", "async", "rows"])
+@pytest.mark.parametrize("worker_first", [True, False])
+def test_a_worker_and_a_server_may_be_lost_one_after_the_other(
+    name: str, worker_first: bool
+) -> None:
+    make = SCRIPTS[name]
+    _, expected = without_kill(make)
+    num_killed = 0
+    for at_step in range(70, num_steps(make) - 20, 45):
+        simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+
+        def kill_worker(simulation: Simulation = simulation) -> None:
+            nonlocal num_killed
+            if may_be_replaced(simulation, 1):
+                num_killed += 1
+                simulation.restart(simulation.workers[1], 0.3)
+
+        def kill_server(simulation: Simulation = simulation) -> None:
+            simulation.kill_server(0)
+
+        first, second = (kill_worker, kill_server) if worker_first else (kill_server, kill_worker)
+
+        def kill_both(simulation: Simulation = simulation, first: Any = first) -> None:
+            first()
+            simulation.at(simulation.now + 7.0, second)
+
+        before_step(simulation, at_step, kill_both)
+        simulation.run(make(results))
+        simulation.finish()
+        assert set(results.values()) == {expected}, f"other bits: killed at step {at_step}"
+    assert num_killed or not worker_first
+
+
+def test_a_push_of_a_replaced_worker_that_waits_for_others_outlives_the_server() -> None:
+    """Its first process does not wait for the answer; worker 1 pushes after both losses."""
+    simulation = simulation_of(1, standbys=1)
+    seen: list[list[float]] = []
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        keeper = returning_of(node)
+        kept = yield keeper.found
+        yield store.set_optimizer_async(optimizer.create("count"))
+        yield store.init_async("w", np.zeros(3))
+        loop = keeper.begin_loop()
+        for step in range(kept.step if kept else 0, 3):
+            if step == 1 and not node.attempt and node.rank == 0:
+                simulation.at(simulation.now + 0.5, partial(simulation.restart, node, 0.1))
+                simulation.at(simulation.now + 12.0, partial(simulation.kill_server, 0))
+            yield begin(keeper, loop, step, b"", kept)
+            if step == 2:
+                break
+            if node.rank == 1 and step == 0:
+                yield 25.0
+            pushed = store.push_async("w", np.ones(3))
+            node.traffic.send_joined()
+            if step == 1:
+                yield pushed
+        out = np.zeros(3)
+        yield store.pull_async("w", out)
+        seen.append(out.tolist())
+
+    simulation.run(script, limit_s=200.0)
+    simulation.finish()
+    assert seen == [[4.0] * 3] * 2
+
+
+def test_without_its_standby_a_lost_server_ends_the_job() -> None:
+    simulation = simulation_of(1, standbys=1)
+    when = num_steps(sync_script) // 2
+
+    def kill_both() -> None:
+        simulation.kill_standby(0)
+        simulation.at(simulation.now + 7.0, partial(simulation.kill_server, 0))
+
+    def script(node: Postoffice) -> Steps:
+        yield from sync_script({})(node)
+        yield 20.0
+        yield node.barrier(4)
+
+    before_step(simulation, when, kill_both)
+    with pytest.raises(NodeLostError, match="server 0 .* is lost"):
+        simulation.run(script)
+
+
+@pytest.mark.parametrize("apart_s", [-1.0, -0.001, 0.0, 0.001, 1.0, 4.9])
+def test_if_server_and_standby_are_lost_together_the_job_ends(apart_s: float) -> None:
+    simulation = simulation_of(1, standbys=1)
+    kills = [partial(simulation.kill_standby, 0), partial(simulation.kill_server, 0)]
+
+    def kill_both() -> None:
+        first, second = kills if apart_s < 0 else kills[::-1]
+        standby = simulation.standbys[0]
+        first()
+        second = partial(simulation.kill, standby) if apart_s >= 0 else second
+        simulation.at(simulation.now + abs(apart_s), second)
+
+    before_step(simulation, num_steps(sync_script) // 2, kill_both)
+    with pytest.raises(NodeLostError, match="server 0 .* is lost"):
+        simulation.run(sync_script({}))
+    assert simulation.now < 30.0
+
+
+# -- a process that was stopped and wakes up ---------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_a_server_that_wakes_up_after_its_standby_took_over_changes_nothing(name: str) -> None:
+    make = SCRIPTS[name]
+    _, expected = without_kill(make)
+    for at_step in range(80, num_steps(make) - 20, 60):
+        simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+        server = simulation.servers[0]
+
+        def stop(simulation: Simulation = simulation, server: Postoffice = server) -> None:
+            simulation.pause(server, simulation.now + 12.0)
+            simulation.servers[0] = simulation.standbys.pop(0)
+
+        def script(node: Postoffice, make: Any = make, results: Results = results) -> Steps:
+            yield from make(results)(node)
+            yield 20.0
+            yield node.barrier(4)
+
+        before_step(simulation, at_step, stop)
+        simulation.run(script)
+        assert set(results.values()) == {expected}, f"other bits: stopped at step {at_step}"
+        error = server.error
+        assert isinstance(error, NodeLostError)
+        assert "was declared lost" in str(error) and "this one must not go on" in str(error)
+        simulation.finish()
+
+
+def test_a_standby_that_wakes_up_after_its_server_went_on_does_no_harm() -> None:
+    _, expected = without_kill(sync_script)
+    simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+    standby = simulation.standbys[0]
+
+    def stop() -> None:
+        simulation.pause(standby, simulation.now + 12.0)
+        del simulation.standbys[0]
+
+    def script(node: Postoffice) -> Steps:
+        yield from sync_script(results)(node)
+        yield 30.0
+        yield node.barrier(4)
+
+    before_step(simulation, num_steps(sync_script) // 2, stop)
+    simulation.run(script)
+    simulation.finish()
+    assert set(results.values()) == {expected}
+    assert standby.info is None
+    assert standby.finished.done() or standby.error is not None
+
+
+# -- tables, and the scheduler -----------------------------------------------------------
+
+IDS = np.array([-5, 0, 7], np.int64)
+
+
+def table_script(values: list[Any], pause_s: float = 0.0) -> Any:
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store: Any = create_dist("dist_sync", "dist_sync", node=node)
+        yield store.init_async("w", np.zeros(3))
+        owner = store._tables
+        parts = owner.parts_of(1)
+        if node.rank == 0:
+            yield owner.servers.make_table(parts, settings_to_plain(SETTINGS), to_plain(PLUS))
+        yield node.barrier(4)
+        table, rows = DistTable(owner, SETTINGS, PLUS, parts), np.zeros((3, 3))
+        for _ in range(3):
+            push = table.begin_push(IDS, np.ones((3, 3)))
+            yield store.push_async("w", np.ones(3))
+            yield table.begin_pull(IDS, rows, RowPayloadKind.WANTED).future
+            yield push.future
+            yield pause_s
+        yield node.barrier(4)
+        values.append(rows.tolist())
+
+    return script
+
+
+def test_a_server_with_a_growing_table_has_no_standby_any_more() -> None:
+    simulation, values = plain_simulation(), list[Any]()
+    server, standby = simulation.servers[0], simulation.standbys[0]
+    simulation.run(table_script(values))
+    simulation.finish()
+    assert values == [[[6.0] * 3] * 3] * 2
+    assert server.traffic.primary is not None and server.traffic.primary.standby is None
+    assert standby.finished.done() and standby.error is None
+    assert any("it does something that no standby repeats" in line for line in simulation.lines)
+
+
+def test_the_later_loss_of_a_server_with_a_growing_table_ends_the_job() -> None:
+    simulation = plain_simulation()
+    simulation.at(1.5, partial(simulation.kill_server, 0))
+    with pytest.raises(NodeLostError, match="server 0 .* is lost"):
+        simulation.run(table_script([], pause_s=1.0))
+    assert simulation.now < 12.0
+
+
+@pytest.mark.parametrize(("seed", "num_servers"), [(5, 1), (6, 1), (7, 2)])
+def test_without_the_scheduler_servers_go_on_alone_and_standbys_end(
+    seed: int, num_servers: int
+) -> None:
+    simulation = Simulation(seed, 2, num_servers, prepare=install, standbys=1)
+    seen: list[bool] = []
+    servers, standbys = list(simulation.servers), list(simulation.standbys.values())
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        yield store.init_async("w", np.zeros(40))
+        out = np.zeros(40)
+        for number in range(1, 60):
+            yield 0.25
+            store.push_async("w", np.full(40, number))
+            yield store.pull_async("w", out)
+            seen.append(set(out.tolist()) == {2.0 * number})
+
+    simulation.at(1.01, partial(simulation.kill, simulation.scheduler))
+    simulation.run(script)
+    assert len(seen) == 118 and all(seen)
+    assert all(each.traffic.primary.standby is None for each in servers)  # type: ignore[union-attr]
+    assert all(each.error is None for each in servers)
+    assert all(each.finished.done() or each.error is not None for each in standbys)
+    simulation.finish()
+
+
+# -- what it costs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 8])
+def test_a_standby_costs_one_sum_for_each_round_however_many_workers_push(
+    num_workers: int,
+) -> None:
+    settings = {"chunk_bytes": 1 << 16, "credit_bytes": 1 << 22, "shm": False}
+    simulation = Simulation(2, num_workers, 1, prepare=install, standbys=1, **settings)
+    (server,), standby = simulation.servers, simulation.standbys[0]
+    size, counted = 100_000, list[dict[str, Any]]()
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        yield store.set_optimizer_async(OPTIMIZERS["sgd"])
+        yield store.init_async("w", np.zeros(size, np.float32))
+        yield node.barrier(4)
+        yield 2.0
+        if node.rank == 0:
+            counted.append(server.links.byte_counts())
+        yield node.barrier(4)
+        for _ in range(6):
+            yield store.push_async("w", np.ones(size, np.float32))
+        yield node.barrier(4)
+        yield 2.0
+        if node.rank == 0:
+            counted.append(server.links.byte_counts())
+        yield node.barrier(4)
+
+    simulation.run(script)
+    workers = [node.van.uid for node in simulation.workers]
+    before, after = counted
+    pushed = sum(after[uid][1] - before[uid][1] for uid in workers)
+    repeated = after[standby.van.uid][0] - before[standby.van.uid][0]
+    assert pushed > num_workers * 6 * size * 4
+    assert repeated <= pushed * 1.05 / num_workers
+    simulation.finish()
+
+
+def test_a_server_waits_for_a_standby_that_is_far_behind_and_then_goes_on() -> None:
+    """The records that are not done are limited, and so is the memory for them."""
+    simulation, most = plain_simulation(), 0
+    server, standby = simulation.servers[0], simulation.standbys[0]
+    limit = 4 * simulation._settings["credit_bytes"]
+    execute, held = standby.traffic._execute, list[Any]()
+    assert standby.traffic.standby is not None
+    standby.traffic.standby._execute = lambda *work: held.append(work)
+    answered: list[float] = []
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        yield store.init_async("w", np.zeros(100))
+        for _ in range(12):
+            yield store.push_async("w", np.ones(100))
+            answered.append(simulation.now)
+
+    def release() -> None:
+        assert standby.traffic.standby is not None
+        standby.traffic.standby._execute = execute
+        for work in held:
+            execute(*work)
+
+    def look() -> None:
+        nonlocal most
+        primary = server.traffic.primary
+        if primary is not None and primary.standby is not None:
+            most = max(most, primary._journal._undone_bytes)
+        if simulation.now < 50.0:
+            simulation.at(simulation.now + 0.01, look)
+
+    look()
+    simulation.at(20.0, release)
+    simulation.run(script)
+    assert limit < most <= limit + 2 * 800 * 2
+    assert len([when for when in answered if when < 20.0]) < 2 * 12
+    assert len(answered) == 2 * 12
+    (pair,) = pairs(simulation)
+    simulation.until(lambda: is_quiet(server), simulation.now + 10.0)
+    assert_nothing_is_left(*pair)
+    simulation.finish()
