@@ -7,8 +7,10 @@ the two has a part. Requests arrive on the I/O thread. Read next: ``dense.py``.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvstore.optimizer.base import Optimizer
@@ -19,6 +21,7 @@ from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server.dense import DenseStores
 from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.memory import Part, StoreState
+from kvstore.server.row_part import RowPart
 from kvstore.server.rows import RowStores, taken
 from kvstore.server.sparse import KeyPart, answer_cut
 from kvstore.sparse.payload import ROWS_FORM
@@ -119,7 +122,7 @@ class ServerStores:
             stall_report_s=config.report_after_s,
             keeps_previous=config.rejoin_timeout_s > 0,
         )
-        lanes = Lanes(node.pool.submit)
+        lanes = self._lanes = Lanes(node.pool.submit)
         # Small parts share a lane up to the size of one large message (``stores/dist/plan.py``), so
         # that keys that were created one by one are updated together. A message for parts of two
         # lanes is handled part by part.
@@ -234,9 +237,11 @@ class ServerStores:
         if incoming.head in REPEATED:
             alone = REPEATED[StoreCall(incoming.head)]
             self._node.traffic.replicate(incoming, self._carry_out, alone=alone)
+        elif incoming.head == StoreCall.CREATE_TABLE and self._node.traffic.primary is not None:
+            # No standby repeats a table, in which rows appear by pulls, too.
+            self._node.control.say_whether_to_return(False)
+            self._node.traffic.primary.when_alone(partial(self._carry_out, incoming))
         else:
-            if incoming.head == StoreCall.CREATE_TABLE and self._node.traffic.primary is not None:
-                self._node.control.say_whether_to_return(False)  # rows appear by pulls, too
             self._carry_out(incoming)
 
     def _carry_out(self, incoming: Incoming) -> None:
@@ -287,9 +292,16 @@ class ServerStores:
                 f"the optimizer {wanted.name} needs whole {wanted.scope}s, but init split "
                 f"{names} into parts; call set_optimizer before init"
             )
-        if not only_check and store.optimizer != wanted:
-            store.optimizer = wanted
-        incoming.respond()
+        if only_check or store.optimizer == wanted:
+            incoming.respond()
+            return
+        store.optimizer = wanted
+        if self._node.traffic.primary is None:
+            incoming.respond()
+            return
+        # Now and not at the next round or READ: a standby, which is not read, has the same states.
+        mine = [part for part in (*self._parts, *self._rows) if part.store is store]
+        self._lanes.run(incoming, mine, _take_states_over, incoming.respond)
 
     def _optimizer_of(self, plain: list[Any]) -> Optimizer:
         try:
@@ -356,3 +368,12 @@ class ServerStores:
                 incoming.fail(error)
 
         self._node.pool.submit(0, run)
+
+
+def _take_states_over(part: Part | RowPart) -> None:
+    """Convert the states of a part for its store's optimizer. On the lane's thread."""
+    with contextlib.suppress(Exception):  # the next round raises it
+        if isinstance(part, Part):
+            part.state(part.store.optimizer)
+        elif isinstance(part, KeyPart):
+            part.table.set_optimizer(part.store.optimizer)

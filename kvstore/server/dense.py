@@ -317,7 +317,7 @@ class DenseStores:
                 if array is not None:
                     copied = [self._copied(array, parts)]
                     yield StateRecord(0, StoreCall.COPY_STATE, pack(numbers, index), copied)
-            rounds = [list(map(list, self._plane.counts(part))) for part in numbers]
+            rounds = [list(map(list, self._plane.copies.counts(part))) for part in numbers]
             body = pack(numbers, [part.count for part in parts], rounds)
             yield StateRecord(0, StoreCall.COPY_PARTS, body, ())
 
@@ -337,7 +337,7 @@ class DenseStores:
         numbers, counts, rounds = unpack(incoming.body, list, list, list)
         for part, count, applied in zip(self._found(numbers), counts, rounds, strict=True):
             part.count = count
-            self._plane.resume(part.entry.part, [(rank, number) for rank, number in applied])
+            self._plane.copies.resume(part.entry.part, [(rank, number) for rank, number in applied])
         incoming.respond()
 
     def _take_state(self, incoming: Incoming) -> None:

@@ -196,7 +196,7 @@ class RowStores:
             is_full = len(part.table) == part.entry.num_rows
             body = pack(number, store.ranks is not None, is_full, pack_row_part(part.entry))
             records.append(StateRecord(0, StoreCall.INIT_ROWS, body, ()))
-            rounds = list(map(list, self._plane.counts(part.number)))
+            rounds = list(map(list, self._plane.copies.counts(part.number)))
             body = pack(part.number, fields, rounds)
             frames = [np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays]
             records.append(StateRecord(0, StoreCall.COPY_ROWS, body, frames))
@@ -205,7 +205,7 @@ class RowStores:
     def _take_copy(self, incoming: Incoming) -> None:
         number, fields, rounds = unpack(incoming.body, int, list, list)
         frames = incoming.frames
-        self._plane.resume(number, [(rank, count) for rank, count in rounds])
+        self._plane.copies.resume(number, [(rank, count) for rank, count in rounds])
 
         def take(part: RowPart) -> None:
             if isinstance(part, KeyPart):

@@ -271,6 +271,8 @@ class Traffic:
             self.worker.reroute(node)
         elif self._server is not None:
             self.carry_out(self._server.returned(rank_of(node)))
+            if self.primary is not None:
+                self.primary.keep_open(self._server.copies.open_of_lost(rank_of(node)))
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin a later epoch, which the scheduler has announced."""

@@ -70,8 +70,9 @@ class MemberControl(NodeControl):
         self._leaving = False
         #: Workers that, as the scheduler says, have left, but whose own goodbye is in flight.
         self._goodbyes: set[str] = set()
-        #: The news of a standby that came before the roster.
+        #: What came before the roster: news of a standby, and the goodbyes of workers.
         self._early_standby: StandsBy | None = None
+        self._early_goodbyes: dict[str, None] = {}
         #: Nodes that this one has lost, with reasons, until the scheduler has decided.
         self._reported: dict[int, str] = {}
 
@@ -160,6 +161,7 @@ class MemberControl(NodeControl):
                 timer.set(math.inf)
             office.log.info(1, f"this process stands by for {primary.title}")
             traffic.standby.begin(primary)
+            office.watch.add(SCHEDULER, now)
             office.watch.add(primary.uid, now, primary)
             office.nearby.pair(self._register.node[0], primary)
         elif traffic.standby is not None:
@@ -189,6 +191,8 @@ class MemberControl(NodeControl):
         )
         if self._early_standby is not None:
             self._standby_changed(self._early_standby, now)
+        for peer in self._early_goodbyes:
+            self._member_left(peer)
 
     def _give_up(self, error: Exception, now: float) -> None:
         self._office.fail(error)
@@ -290,9 +294,10 @@ class MemberControl(NodeControl):
             return
         if office.info is None and peer == SCHEDULER:
             where = f"{office.config.root_uri}:{office.config.root_port}"
-            sentence = (
-                f"the scheduler at {where} was lost before the cluster was complete: {reason}"
-            )
+            when = " before the cluster was complete"
+            if office.traffic.standby is not None and office.traffic.standby.primary is not None:
+                when = ", so this standby, which cannot take over without it, ends"
+            sentence = f"the scheduler at {where} was lost{when}: {reason}"
             office.fail(NodeLostError(sentence, role=Role.SCHEDULER.value, rank=0))
             office.van.disconnect(peer)
             return
@@ -385,6 +390,8 @@ class MemberControl(NodeControl):
             office.traffic.begin_epoch(message.epoch)
 
     def _member_left(self, peer: str) -> None:
+        if self._office.info is None:
+            self._early_goodbyes[peer] = None
         self._expect_no_goodbye(peer)
         node = self._office.membership.node_ids.get(peer)
         if node is not None:

@@ -88,6 +88,9 @@ class Primary:
         self.standby: NodeInfo | None = None
         self._journal = Journal(0)
         self._turns = Turns()
+        #: The process that is to be filled next.
+        self._awaited: NodeInfo | None = None
+        self._when_alone: list[Callable[[], None]] = []
         #: The last record of the state that fills a new standby. Until it is stored, answers do not
         #: wait for records.
         self._filled_at = 0
@@ -96,8 +99,8 @@ class Primary:
         self._in_sync_at = 0
 
     def is_standby(self, peer: str) -> bool:
-        """Return whether ``peer`` stands by for this server."""
-        return self.standby is not None and self.standby.uid == peer
+        """Return whether ``peer`` stands by for this server, or will."""
+        return any(each is not None and each.uid == peer for each in (self.standby, self._awaited))
 
     # -- the standby -------------------------------------------------------------------
 
@@ -110,21 +113,38 @@ class Primary:
 
         Training goes on while the state is on its way.
         """
-        if self.standby is None:
-            self._turns.add(partial(self._copy, standby), alone=True)
+        self._awaited = standby
+        self._turns.add(self._copy, alone=True)
 
-    def _copy(self, standby: NodeInfo) -> None:
-        records = self._plane.app.copy_state()
-        if records is None:
-            again = partial(self.fill, standby)
-            self._office.io_queue.call_later(_AGAIN_S, again)
+    def _copy(self) -> None:
+        standby = self._awaited
+        records = self._plane.app.copy_state() if standby is not None else None
+        if standby is None:
+            pass  # it was lost, or is no longer wanted
+        elif records is None:
+            self._office.io_queue.call_later(_AGAIN_S, self._try_again)
         else:
+            self._awaited = None
             nbytes = sum(size_of(frame) for record in records for frame in record.frames)
             self.standby, self._journal = standby, self._new_journal(nbytes)
-            self._filled_at = self._in_sync_at = len(records) + 1
-            for record in (*records, StateRecord(0, 0, b"", ())):
+            opened = self._plane.copies.open_of_lost()
+            self._filled_at = self._in_sync_at = len(records) + len(opened) + 1
+            for record in records:
                 self._ask_standby(record)
+            self.keep_open(opened)
+            self._ask_standby(StateRecord(0, 0, b"", ()))
         self._turns.ended()
+
+    def _try_again(self) -> None:
+        if self._awaited is not None:
+            self._turns.add(self._copy, alone=True)
+
+    def when_alone(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once this server has no standby."""
+        if self.standby is None:
+            then()
+        else:
+            self._when_alone.append(then)
 
     def _new_journal(self, nbytes: int) -> Journal:
         return Journal(_CREDITS * self._office.config.credit_bytes + nbytes)
@@ -148,13 +168,15 @@ class Primary:
 
     def go_on_alone(self) -> None:
         """Go on without a standby, as the scheduler says."""
-        if self.standby is not None:
-            self._office.links.shut(self.standby.uid)
-            self._office.van.disconnect(self.standby.uid)
-            self.standby = None
-            self._filled_at = self._in_sync_at = 0
-            for then in self._journal.end():
-                then()
+        standby = self.standby or self._awaited
+        self.standby = self._awaited = None
+        if standby is not None:
+            self._office.links.shut(standby.uid)
+            self._office.van.disconnect(standby.uid)
+        self._filled_at = self._in_sync_at = 0
+        waiting, self._when_alone = self._when_alone, []
+        for then in (*self._journal.end(), *waiting):
+            then()
 
     def _record(
         self, make: Callable[[int], Message], frames: list[Any], then: Callable[[], None]
@@ -197,30 +219,36 @@ class Primary:
     def _send(self, applying: _Applying, jobs: Sequence[Job]) -> None:
         for job in jobs:
             is_last = job is jobs[-1]
-            then = partial(self._stored, applying) if is_last else _nothing
-            ranks, rounds = zip(*job.batch.rounds, strict=True)
-            forms, frames, counts = [], list[Any](), []
-            for payload in job.batch.payloads:
-                form, piece = (0, payload) if type(payload) is Piece else payload.source
-                mine = frames_of(piece)
-                forms.append(form)
-                counts.append(len(mine))
-                frames += mine
-            self._record(
-                lambda number, job=job, ranks=ranks, rounds=rounds, forms=forms, counts=counts: (  # type: ignore[misc]
-                    RoundRecord(
-                        number,
-                        job.parts,
-                        job.push_sizes,
-                        ranks,
-                        rounds,
-                        tuple(forms),
-                        tuple(counts),
-                    )
-                ),
-                frames,
-                then,
-            )
+            self._send_job(job, partial(self._stored, applying) if is_last else _nothing)
+
+    def keep_open(self, jobs: Sequence[Job]) -> None:
+        """Let the standby keep contributions of a lost process to rounds that are open."""
+        for job in jobs:
+            self._send_job(job, _nothing, is_open=True)
+
+    def _send_job(self, job: Job, then: Callable[[], None], *, is_open: bool = False) -> None:
+        ranks, rounds = zip(*job.batch.rounds, strict=True)
+        forms, frames, counts = [], list[Any](), []
+        for payload in job.batch.payloads:
+            form, piece = (0, payload) if type(payload) is Piece else payload.source
+            mine = frames_of(piece)
+            forms.append(form)
+            counts.append(len(mine))
+            frames += mine
+        self._record(
+            lambda number: RoundRecord(
+                number,
+                is_open,
+                job.parts,
+                job.push_sizes,
+                ranks,
+                rounds,
+                tuple(forms),
+                tuple(counts),
+            ),
+            frames,
+            then,
+        )
 
     def _stored(self, applying: _Applying) -> None:
         applying.is_stored = True
@@ -353,13 +381,17 @@ class Standby:
             rest, payloads = iter(frames), []
             for form, count in zip(record.forms, record.frames, strict=True):
                 payloads.append((form, piece_from([next(rest) for _ in range(count)])))
-            lane, job = self._plane.job_of(record.parts, record.sizes, pairs, payloads)
+            lane, job = self._plane.copies.job_of(record.parts, record.sizes, pairs, payloads)
+            if record.is_open:
+                self._plane.copies.keep_open(job)
+                self._ended(record.number)
+                return
         except Exception as error:
             self._differs(f"round {record.rounds[:1]} of parts {record.parts[:5]}: {error}")
             return
 
         def done(outcomes: Outcomes) -> None:
-            self._plane.repeated(job)
+            self._plane.copies.repeated(job)
             self._ended(record.number)
 
         self._execute(Run(lane, [job]), partial(self._apply, [job]), done)

@@ -23,10 +23,11 @@ from pslite.plane.interface import (
     cut,
     piece_of,
 )
+from pslite.plane.part_copies import PartCopies
 from pslite.plane.replies import Replies
 from pslite.plane.unit import NO_SIZE, OpenRound, Parts, Unit
-from pslite.protocol.rounds import AsyncRounds, Batch, Rounds, SyncRounds
-from pslite.wire.messages import Exchange, Ints, StaleEpoch
+from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds
+from pslite.wire.messages import Exchange, StaleEpoch
 
 #: The most requests of later epochs to keep until the scheduler announces these epochs here.
 _MAX_EARLY = 65_536
@@ -54,6 +55,8 @@ class ServerPlane:
         self._message_bytes = message_bytes
         self._stall_report_s = stall_report_s
         self._parts = Parts()
+        #: What a server with a standby, and the standby, ask of the parts.
+        self.copies = PartCopies(app, self._parts)
         self._gone: dict[int, BaseException] = {}
         self._early: list[tuple[int, int, Exchange, Sequence[Buffer]]] = []
         #: Rank -> (part, round) of its pushes of an earlier epoch, which it will send again.
@@ -231,47 +234,6 @@ class ServerPlane:
                     unit.finish(batch, error, replies)
                     ready.append(unit)
         return self._effects(replies, ready)
-
-    def job_of(
-        self,
-        parts: Ints,
-        sizes: Ints,
-        pairs: Sequence[tuple[int, int]],
-        payloads: Sequence[tuple[int, Piece]],
-    ) -> tuple[int, Job]:
-        """Return a round that a standby is to apply, and its lane.
-
-        ``payloads`` are (form, bytes). Raises ``ProtocolError`` if a part is not open.
-        """
-        units = [self._parts.single(part) for part in parts]
-        if not units or None in units:
-            raise ProtocolError(f"this standby does not have part {parts[0] if parts else None}")
-        is_formed = any(form for form, _ in payloads)
-        made = [
-            self.app.take(parts[0], form, piece, is_push=True) if form else piece
-            for form, piece in payloads
-        ]
-        batch = Batch(tuple(pairs), tuple(made))
-        lane = units[0].lane if units[0] is not None else 0
-        return lane, Job(parts, sizes, sizes, batch, is_formed=is_formed)
-
-    def repeated(self, job: Job) -> None:
-        """Note that a standby has applied a round."""
-        for part in job.parts:
-            unit = self._parts.single(part)
-            if unit is not None:
-                unit.rounds.repeated(job.batch.rounds)
-
-    def counts(self, part: int) -> list[tuple[int, int]]:
-        """Return (rank, rounds that are applied) of a part, for a new standby."""
-        return self._parts.units[part].rounds.counts()
-
-    def resume(self, part: int, counts: Sequence[tuple[int, int]]) -> None:
-        """Let a part of a new standby go on after these rounds."""
-        unit = self._parts.single(part)
-        if unit is None:
-            raise ProtocolError(f"this standby does not have part {part}")
-        unit.rounds.resume(counts)
 
     def leave(self, rank: int, error: BaseException) -> list[Effect]:
         """Remove a worker that said goodbye, once all its pushes have arrived."""

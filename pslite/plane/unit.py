@@ -184,7 +184,7 @@ class Unit:
         self.pulls = [pull for pull in self.pulls if pull.rank != rank]
         self.wanted = {pair for pair in self.wanted if pair[0] != rank}
         self.orphans |= {pair for pair in self.rounds.waiting() if pair[0] == rank}
-        self.rounds.returned(rank, _copied)
+        self.rounds.returned(rank, copied)
 
     def _answer_pulls(self, replies: Replies) -> None:
         waiting, self.pulls = self.pulls, []
@@ -340,7 +340,7 @@ def joined(units: Sequence[Unit]) -> Unit | None:
     return Unit(parts, sizes, rounds, first.lane, push_sizes, is_checked, keeps, wanted=wanted)
 
 
-def _copied(payload: Any) -> Any:
+def copied(payload: Any) -> Any:
     """Copy a payload out of the memory of its sender; forms of the app stay."""
     if type(payload) is not Piece:
         return payload

@@ -133,6 +133,8 @@ class SyncRounds:
     def repeated(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Note that a standby has applied this batch, (rank, round) by (rank, round)."""
         self.version = max((round_ for _, round_ in pairs), default=self.version)
+        for round_ in [round_ for round_ in self._open if round_ <= self.version]:
+            del self._open[round_]
 
     def counts(self) -> list[tuple[int, int]]:
         """Return (rank, rounds that are applied), for a standby's ``resume``."""

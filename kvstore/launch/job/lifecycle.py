@@ -187,7 +187,8 @@ class Standbys:
         And which, of servers or standbys, only need a message. ``exits`` are all ends, also these.
         With ``can_follow``, a standby can take a place.
         """
-        failed, spared = [], []
+        failed: list[int] = []
+        spared: list[int] = []
         for index, status in statuses.items():
             server = self._servers.get(index)
             if server is None:

@@ -97,7 +97,8 @@ class DistViews:
         entry = self._exchange.entries[key]
         servers = set(entry.servers)
         return (
-            entry.spec.nbytes >= LEAST_MAPPED_BYTES
+            not self._node.config.standbys  # whose memory is elsewhere
+            and entry.spec.nbytes >= LEAST_MAPPED_BYTES
             and len(servers) == 1
             and self._node.nearby.may_share_with(node_id(Role.SERVER, servers.pop()))
         )
