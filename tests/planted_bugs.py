@@ -25,6 +25,7 @@ from tests.planted import (
     optimizers,
     returning,
     runtime,
+    standbys,
     stores,
     structure,
 )
@@ -34,6 +35,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 BUGS = [
     *runtime.BUGS,
     *returning.BUGS,
+    *standbys.BUGS,
     *collective.BUGS,
     *horovod.BUGS,
     *stores.BUGS,

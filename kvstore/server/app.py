@@ -21,6 +21,7 @@ from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server.dense import DenseStores
 from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.memory import Part, StoreState
+from kvstore.server.part_table import PartTable
 from kvstore.server.row_part import RowPart
 from kvstore.server.rows import RowStores, taken
 from kvstore.server.sparse import KeyPart, answer_cut
@@ -128,7 +129,6 @@ class ServerStores:
         # lanes is handled part by part.
         numbers = LaneNumbers(most_group_bytes(config))
         self._dense = DenseStores(node, self._plane, self._store, numbers, lanes)
-        self._parts = self._dense.parts
         self._rows = RowStores(self._plane, self._store, self._optimizer_of, numbers.own, lanes)
         # Frequent calls that only concern dense parts go straight to them.
         self.check = self._dense.check
@@ -148,6 +148,10 @@ class ServerStores:
             **self._dense.calls,
             **self._rows.calls,
         }
+
+    @property
+    def _parts(self) -> PartTable:
+        return self._dense.parts
 
     def name_of(self, part: int) -> str | None:
         """Return the key or table of a part, for reports.

@@ -107,6 +107,12 @@ class Traffic:
         if self.primary is not None:
             self.primary.begin(standby)
 
+    def paired(self) -> list[str]:
+        """Return this server's standby, or the server that this process stands by for."""
+        standby = None if self.primary is None else self.primary.standby
+        server = None if self.standby is None else self.standby.primary
+        return [node.uid for node in (standby, server) if node is not None]
+
     def replicate(self, incoming: Incoming, handle: Handler, *, alone: bool) -> None:
         """Carry out a request that changes this server's state, here and on its standby.
 

@@ -203,8 +203,9 @@ class PeerWatch:
     def _beat(self, now: float) -> None:
         office = self._office
         self._beats.set(beat_at(office.config, now))
-        for node in office.membership.listeners():
-            office.links.send(node.uid, Beat(), (), office.membership.epoch, now)
+        uids = [node.uid for node in office.membership.listeners()]
+        for uid in (*uids, *self._traffic.paired()):
+            office.links.send(uid, Beat(), (), office.membership.epoch, now)
 
     def _look_at_suspects(self, now: float) -> None:
         """Check whether the processes of peers without a connection have ended."""

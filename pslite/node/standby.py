@@ -91,6 +91,8 @@ class Primary:
         #: The process that is to be filled next.
         self._awaited: NodeInfo | None = None
         self._when_alone: list[Callable[[], None]] = []
+        #: Whether a record was too large for a message, so that there can be no standby.
+        self._is_halted = False
         #: The last record of the state that fills a new standby. Until it is stored, answers do not
         #: wait for records.
         self._filled_at = 0
@@ -182,12 +184,17 @@ class Primary:
         self, make: Callable[[int], Message], frames: list[Any], then: Callable[[], None]
     ) -> None:
         """Send a record; call ``then`` once the standby has it."""
+        office, nbytes = self._office, sum(map(size_of, frames))
+        if self.standby is not None and nbytes > office.config.max_message_bytes:
+            self._is_halted = True
+            office.control.say_whether_to_return(False)
         if self.standby is None:
             then()
             return
-        office = self._office
+        if self._is_halted:  # the standby stays as it was, and nothing later is answered
+            self._when_alone.append(then)
+            return
         waits = not self._filled_at or self._journal.is_crowded
-        nbytes = sum(map(size_of, frames))
         number = self._journal.add(frames, nbytes, then if waits else _nothing)
         epoch, now = office.membership.epoch, office.clock()
         office.links.send(self.standby.uid, make(number), frames, epoch, now)

@@ -98,8 +98,10 @@ def piece_from(frames: Sequence[Buffer]) -> Piece:
     if len(frames) == 1:
         frame = _as_bytes(frames[0])
         return Piece(frame, 0, len(frame))
+    if not frames:
+        return Piece(b"", 0, 0)
     row = Row([memoryview(frame).cast("B") for frame in frames])
-    return Piece(row, 0, len(row) if frames else 0)
+    return Piece(row, 0, len(row))
 
 
 class Job(NamedTuple):

@@ -437,6 +437,7 @@ class WorkerPlane:
         The index None stands for all parts, in the same round.
         """
         parts, sizes = transfer.parts, transfer.push_sizes
+        entries = sorted(entries, key=lambda entry: entry[0] or 0)
         rounds = tuple(round_ for _, round_ in entries)
         indices = [index for index, _ in entries if index is not None]
         if not indices:

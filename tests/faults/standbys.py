@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any
 
@@ -14,11 +13,12 @@ from kvstore import RowSparseArray, optimizer
 from kvstore.compression import Compression
 from kvstore.optimizer.schedule import CosineScheduler
 from kvstore.optimizer.serialize import to_plain
-from kvstore.protocol.requests import StoreCall
+from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server import install
 from kvstore.server.app import REPEATED, ServerStores
 from kvstore.server.sparse import KeyPart
 from kvstore.stores.dist.compression import DistCompression
+from kvstore.stores.dist.sparse_transfer import RowPlacement, placement_of
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP, Incoming, Postoffice
 from pslite.future import gather
@@ -145,7 +145,7 @@ def killed_at(
     simulation: MakeSimulation = one_server,
     rank: int = 0,
 ) -> tuple[Simulation, Results]:
-    """Kill a server, or the standby of one, before a step of the simulation."""
+    """Kill a server, or its standby, before a step of the simulation."""
     cluster = simulation()
     results: Results = {}
     kill = cluster.kill_server if what == "server" else cluster.kill_standby
@@ -199,20 +199,21 @@ def dtypes_script(results: Results, kind: str = "dist_sync", steps: int = 5) -> 
         for name, chosen in OPTIMIZERS.items():
             if chosen is None and kind == "dist_async":
                 continue
-            store = stores[name] = create_dist(kind, kind, node=node)
-            if chosen is not None:
-                yield store.set_optimizer_async(chosen)
-            keys = {"f4": 40, "f2": 5, "f8": 3}
-            keys |= {"i4": 4} if chosen is None else {}
-            values = [np.ones(n, dtype) for dtype, n in keys.items()]
-            yield store.init_async(list(keys), values)
+            keys = {"f4": 40, "f8": 3} | ({"i4": 4} if chosen is None else {})
+            # Apart, as contributions in 16 bits reach a standby one by one, and others as a sum.
+            for title, together in {name: keys, f"{name} in 16 bits": {"f2": 5}}.items():
+                store = stores[title] = create_dist(kind, kind, node=node)
+                if chosen is not None:
+                    yield store.set_optimizer_async(chosen)
+                values = [np.ones(n, dtype) for dtype, n in together.items()]
+                yield store.init_async(list(together), values)
         compressed = stores["2bit"] = create_dist(kind, kind, node=node)
         yield compressed.set_optimizer_async(OPTIMIZERS["sgd"])
         yield compressed.init_async(["f4"], [np.ones(40, "f4")])
         yield from compress(compressed, node)
         yield node.barrier(WORKER_GROUP)
         outs = {
-            name: [np.zeros(*store._table.spec(key)) for key in store.keys()]
+            name: [np.zeros(*store._table.spec(key)) for key in list(store.keys())]
             for name, store in stores.items()
         }
         for step in range(steps):
@@ -223,10 +224,12 @@ def dtypes_script(results: Results, kind: str = "dist_sync", steps: int = 5) -> 
             for name, store in stores.items():
                 if kind == "dist_sync":
                     seen = [out.astype("f8") * 77 + step + node.rank for out in outs[name]]
-                    grads = [np.sin(each) * (9 if name == "sums" else 1) for each in seen]
+                    grads = [np.sin(each) * (9 if name.startswith("sums") else 1) for each in seen]
                 else:  # in whole numbers, so that the order does not matter
                     grads = [np.ones(out.shape) for out in outs[name]]
-                values = [grad.astype(out.dtype) for grad, out in zip(grads, outs[name], strict=True)]
+                values = [
+                    grad.astype(out.dtype) for grad, out in zip(grads, outs[name], strict=True)
+                ]
                 pushed.append(store.push_async(store.keys(), values))
             yield gather(pushed)
         yield node.barrier(WORKER_GROUP)
@@ -238,8 +241,8 @@ def dtypes_script(results: Results, kind: str = "dist_sync", steps: int = 5) -> 
     return script
 
 
-def calls_script(results: Results, begun: list[int] | None = None) -> Script:
-    """Calls that change a server, while another worker pushes to a key of its own store."""
+def calls_script(results: Results) -> Script:
+    """Calls that change what a server has, with rounds before and after them."""
 
     def script(node: Postoffice) -> Steps:
         yield node.ready
@@ -265,7 +268,7 @@ def calls_script(results: Results, begun: list[int] | None = None) -> Script:
                 store._table.remove(["x"])
                 store._exchange.remove(["x"])
         yield from push_all(store, node, 9)
-        outs = [np.zeros(*store._table.spec(key)) for key in store.keys()]
+        outs = [np.zeros(*store._table.spec(key)) for key in list(store.keys())]
         yield store.pull_async(store.keys(), outs)
         results[node.rank] = b"".join(out.tobytes() for out in outs)
 
@@ -274,7 +277,7 @@ def calls_script(results: Results, begun: list[int] | None = None) -> Script:
 
 def push_all(store: Any, node: Postoffice, turn: int) -> Steps:
     """Push a gradient to each key that depends on its present value."""
-    outs = [np.zeros(*store._table.spec(key)) for key in store.keys()]
+    outs = [np.zeros(*store._table.spec(key)) for key in list(store.keys())]
     yield store.pull_async(store.keys(), outs)
     grads = [np.sin(out * 77 + turn + node.rank).astype(out.dtype) for out in outs]
     pushed = []
@@ -294,22 +297,18 @@ def save_and_load(store: Any) -> Steps:
             continue
         for server, part in zip(entry.servers, entry.parts, strict=True):
             node = servers._servers[server]
-            reply = yield servers._ask_server(node, StoreCall.READ, _packed([part]), ())
-            (counts,) = _unpacked(reply.body)
+            reply = yield servers._ask_server(node, StoreCall.READ, pack([part]), ())
+            (counts,) = unpack(reply.body, list)
             dtype = entry.spec.dtype
             frames = [np.frombuffer(frame, dtype)[::-1].copy().data for frame in reply.frames]
-            body = _packed([part], [count + 3 for count in counts], True)
+            body = pack([part], [count + 3 for count in counts], True)
             yield servers._ask_server(node, StoreCall.WRITE, body, frames)
     yield from save_and_load_rows(store)
 
 
 def save_and_load_rows(store: Any) -> Steps:
     """The same with rows: each is written to the next place."""
-    from kvstore.stores.dist.sparse_transfer import placement_of
-
-    pages = store._servers.pages(placement_of(store._exchange.entries["rows"]))
-    ids = np.arange(6)
-    frames = [[share.ids.astype("<i8").data] for share in pages.home.split(ids)]
+    pages = store._servers.pages(rows_of(store))
     held = yield pages.ask_each(StoreCall.HELD_ROWS, [], 100)
     columns = [np.frombuffer(reply.frames[0], "<i8") for reply in held]
     frames = [[column.data] for column in columns]
@@ -322,16 +321,9 @@ def save_and_load_rows(store: Any) -> Steps:
     yield pages.end(7)
 
 
-def _packed(*values: Any) -> bytes:
-    from kvstore.protocol.requests import pack
-
-    return pack(*values)
-
-
-def _unpacked(body: bytes) -> tuple[Any, ...]:
-    from kvstore.protocol.requests import unpack
-
-    return unpack(body, list)
+def rows_of(store: Any) -> RowPlacement:
+    """Where the rows of the row-sparse key are."""
+    return placement_of(store._exchange.entries["rows"])
 
 
 def count_calls(node: Postoffice) -> Counter[tuple[int, int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Generator
 from functools import cache, partial
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import optimizer
+from kvstore import RowSparseArray, optimizer
 from kvstore.optimizer.serialize import to_plain
+from kvstore.protocol.requests import STORE_APP, StoreCall, pack
 from kvstore.server import install
 from kvstore.sparse.payload import RowPayloadKind
 from kvstore.sparse.tables.settings import settings_to_plain
@@ -18,10 +21,12 @@ from kvstore.stores.dist.store import create_dist
 from kvstore.stores.dist.tables import DistTable
 from pslite import Postoffice
 from pslite.errors import NodeLostError
-from pslite.ids import SCHEDULER_ID, NodeInfo
+from pslite.future import gather
+from pslite.ids import SCHEDULER_ID
+from pslite.node.links import Delivery
 from pslite.protocol.succession import Standing
-from pslite.testing.simulator import Simulation
-from pslite.wire.messages import Exchange, RequestRecord, RoundRecord
+from pslite.testing.simulator import Faults, Simulation
+from pslite.wire.messages import RequestRecord
 from tests.faults import returning
 from tests.faults.returning import (
     MakeScript,
@@ -46,13 +51,14 @@ from tests.faults.standbys import (
     num_steps,
     pairs,
     plain_simulation,
+    rows_of,
     run_to_rest,
-    stores_of,
 )
 from tests.faults.test_table_losses import PLUS, SETTINGS
+from tests.faults.witness import faults_of
 
 Steps = Generator[Any, Any, None]
-SLOW = pytest.mark.slow(reason="every twelfth instant of plain trainings is always tried")
+SLOW = pytest.mark.slow(reason="every 16th instant of plain trainings is always tried")
 SCRIPTS: dict[str, MakeScript] = {
     "sync": sync_script,
     "async": async_script,
@@ -60,7 +66,7 @@ SCRIPTS: dict[str, MakeScript] = {
     "rows of which all change": returning.ROWS["all"],
     "rows that are replaced": returning.ROWS["sum"],
 }
-STRIDES = {"server": 12, "standby": 36}
+STRIDES = {"server": 16, "standby": 48}
 
 
 def instants(names: list[str], fast: list[str]) -> list[Any]:
@@ -109,7 +115,7 @@ PLAIN: dict[str, MakeScript] = {
     "dtypes of an asynchronous store": partial(dtypes_script, kind="dist_async"),
     "calls": calls_script,
 }
-FAST_STRIDE = {"dtypes": 149, "dtypes of an asynchronous store": 149, "calls": 19}
+FAST_STRIDE = {"dtypes": 149, "dtypes of an asynchronous store": 149, "calls": 43}
 
 
 @cache
@@ -159,32 +165,111 @@ def test_no_optimizer_dtype_or_call_makes_a_difference_at_more_instants(
         kill_in_plain(name, at_step, what)
 
 
+def test_to_read_states_changes_nothing_that_the_standby_would_not_know() -> None:
+    """A save between two calls of ``set_optimizer``, with no round in between."""
+    found = []
+    for kills in (False, True):
+        simulation, results = plain_simulation(), dict[int, bytes]()
+        script = partial(read_between_optimizers, simulation, results, kills)
+        simulation.run(script)
+        simulation.finish()
+        found.append(results)
+    assert found[0] == found[1]
+
+
+def read_between_optimizers(
+    simulation: Simulation, results: Results, kills: bool, node: Postoffice
+) -> Steps:
+    yield node.ready
+    store: Any = create_dist("dist_sync", "dist_sync", node=node)
+    shape = (4, 3)
+    first = RowSparseArray(np.arange(4), np.ones(shape, np.float32), shape)
+    yield store.set_optimizer_async(OPTIMIZERS["sgd"])
+    yield store.init_async(["w", "rows"], [np.ones(3, "f4"), first])
+    yield gather([store.push_async("w", np.ones(3, "f4")), store.push_async("rows", first)])
+    yield node.barrier(4)
+    yield store.set_optimizer_async(OPTIMIZERS["adam"])
+    if node.rank == 0:
+        entry, ids = store._exchange.entries["w"], np.arange(4).data
+        (server,), pages = store._servers._servers, store._servers.pages(rows_of(store))
+        yield store._servers._ask_server(server, StoreCall.READ, pack(list(entry.parts)), ())
+        yield pages.ask_each(StoreCall.READ_ROWS, True, frames=[[ids]])
+    yield node.barrier(4)
+    yield store.set_optimizer_async(OPTIMIZERS["sgd"])
+    yield node.barrier(4)
+    if kills and node.rank == 0:
+        simulation.kill_server(0)
+    yield gather([store.push_async("w", np.ones(3, "f4")), store.push_async("rows", first)])
+    outs = [np.zeros(3, "f4"), np.zeros(shape, "f4")]
+    yield store.pull_async(["w", "rows"], outs)
+    results[node.rank] = b"".join(out.tobytes() for out in outs)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_call_is_alone_on_the_standby_too(seed: int) -> None:
+    """Worker 1 pushes rounds of asynchronous keys while worker 0 makes calls that change them."""
+    faults = Faults(delay=0.5, delay_s=(0.001, 0.02))
+    simulation = Simulation(seed, 2, 1, faults, prepare=install, standbys=1)
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store: Any = create_dist("dist_async", "dist_async", node=node)
+        yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=0.1))
+        keys = [f"key {number}" for number in range(4)]
+        yield store.init_async(keys, [np.ones(20)] * 4)
+        yield node.barrier(4)
+        for turn in range(20):
+            if node.rank == 0:
+                rate = 0.5 + turn / 7
+                yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=rate))
+            else:
+                yield gather([store.push_async(key, np.full(20, turn / 3)) for key in keys])
+        yield node.barrier(4)
+
+    run_to_rest(simulation, script)
+
+
 def test_each_request_of_a_worker_gets_one_answer() -> None:
     """Also if the server dies when it has answered, and the standby has done the same."""
     num, _ = of_plain("calls")
     for at_step in range(60, num, 61):
         simulation = plain_simulation()
         before_step(simulation, at_step, partial(simulation.kill_server, 0))
-        answers: dict[tuple[str, int], int] = {}
+        answers: Counter[tuple[str, int]] = Counter()
         for worker in simulation.workers:
-            customers, name = worker.customers, worker.van.uid
-            arrived = customers.response_arrived
-
-            def count(
-                sender: int, message: Any, frames: Any, arrived: Any = arrived, name: str = name
-            ) -> None:
-                if sender != SCHEDULER_ID:
-                    call = name, message.request_id
-                    answers[call] = answers.get(call, 0) + 1
-                arrived(sender, message, frames)
-
+            customers = worker.customers
+            count = counted(answers, worker.van.uid, customers.response_arrived)
             customers.response_arrived = count  # type: ignore[method-assign]
         simulation.run(PLAIN["calls"]({}))
         simulation.finish()
         assert set(answers.values()) == {1}, f"killed at step {at_step}"
 
 
+def counted(answers: Counter[tuple[str, int]], worker: str, arrived: Any) -> Any:
+    """Count the answers of servers to each request of a worker."""
+
+    def count(sender: int, message: Any, frames: Any) -> None:
+        if sender != SCHEDULER_ID:
+            answers[worker, message.request_id] += 1
+        arrived(sender, message, frames)
+
+    return count
+
+
 # -- several losses ----------------------------------------------------------------------
+
+
+def test_a_server_or_its_standby_may_be_lost_whatever_the_network_does() -> None:
+    """Records arrive late, in another order, or not at all before the server is lost."""
+    for seed in range(24):
+        chance, name = random.Random(seed), ["sync", "async", "rows"][seed % 3]
+        _, expected = without_kill(SCRIPTS[name])
+        faults = Faults(drop=0.2, delay=0.3, reorder=0.3)
+        simulation, results = simulation_of(seed, 2, 1, faults, standbys=1), dict[int, bytes]()
+        simulation.at(chance.uniform(0.0, 20.0), partial(simulation.kill_server, 0))
+        simulation.run(slowed(SCRIPTS[name](results), 0.2))
+        simulation.finish()
+        assert set(results.values()) == {expected}, f"other bits: seed {seed}"
 
 
 def two_servers() -> Simulation:
@@ -245,11 +330,8 @@ def test_a_worker_and_a_server_may_be_lost_one_after_the_other(
 
         first, second = (kill_worker, kill_server) if worker_first else (kill_server, kill_worker)
 
-        def kill_both(simulation: Simulation = simulation, first: Any = first) -> None:
-            first()
-            simulation.at(simulation.now + 7.0, second)
-
-        before_step(simulation, at_step, kill_both)
+        simulation.at(7.0, second)
+        before_step(simulation, at_step, first)
         simulation.run(make(results))
         simulation.finish()
         assert set(results.values()) == {expected}, f"other bits: killed at step {at_step}"
@@ -291,6 +373,98 @@ def test_a_push_of_a_replaced_worker_that_waits_for_others_outlives_the_server()
     assert seen == [[4.0] * 3] * 2
 
 
+@pytest.mark.parametrize("again_s", [20.0, 24.5, 27.0, 28.5])
+def test_after_its_server_a_worker_may_be_lost_twice(again_s: float) -> None:
+    """The new server keeps the steps of the new process, too, not only those of the first."""
+    _, expected = without_kill(sync_script)
+    simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+
+    def kill_worker() -> None:
+        assert may_be_replaced(simulation, 1)
+        simulation.restart(simulation.workers[1], 0.1)
+
+    simulation.at(8.0, partial(simulation.kill_server, 0))
+    simulation.at(14.5, kill_worker)
+    simulation.at(again_s, kill_worker)
+    simulation.run(slowed(sync_script(results), 0.7))
+    simulation.finish()
+    assert set(results.values()) == {expected}
+
+
+def slowed(script: Any, pause_s: float) -> Any:
+    """The same script with a pause after each wait."""
+
+    def slow(node: Postoffice) -> Steps:
+        steps, value = script(node), None
+        while True:
+            try:
+                wanted = steps.send(value)
+            except StopIteration:
+                return
+            value = yield wanted
+            yield pause_s
+
+    return slow
+
+
+@pytest.mark.parametrize("name", ["sync", "async", "rows"])
+def test_a_standby_that_is_behind_does_first_what_its_records_say(name: str) -> None:
+    """Nothing that it has stored is done before it takes the seat."""
+    make = SCRIPTS[name]
+    _, expected = without_kill(make)
+    for at_step in range(80, num_steps(make) - 30, 70):
+        simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+        traffic = simulation.standbys[0].traffic
+        assert traffic.standby is not None
+
+        def later(
+            *work: Any, simulation: Any = simulation, execute: Any = traffic._execute
+        ) -> None:
+            simulation.at(max(simulation.now, 9.0), partial(execute, *work))
+
+        traffic.standby._execute = later  # type: ignore[assignment]
+        before_step(simulation, at_step, partial(simulation.kill_server, 0))
+        simulation.run(make(results))
+        simulation.finish()
+        assert set(results.values()) == {expected}, f"other bits: killed at step {at_step}"
+
+
+def at_9_s(simulation: Simulation, execute: Any, *work: Any) -> None:
+    simulation.at(max(simulation.now, 9.0), partial(execute, *work))
+
+
+@pytest.mark.parametrize("cut_s", [0.5, 3.0])
+@pytest.mark.parametrize("name", ["sync", "async", "rows"])
+def test_a_worker_gets_no_answer_before_the_standby_has_the_record(name: str, cut_s: float) -> None:
+    """The server is lost while it cannot reach its standby."""
+    make = SCRIPTS[name]
+    _, expected = without_kill(make)
+    for at_step in range(80, num_steps(make) - 30, 60):
+        simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+
+        def cut(simulation: Simulation = simulation) -> None:
+            server, until = simulation.servers[0], simulation.now + cut_s
+            simulation.cut(server, simulation.standbys[0], until + 1.0)
+            simulation.at(until, partial(simulation.kill_server, 0))
+
+        before_step(simulation, at_step, cut)
+        simulation.run(slowed(make(results), 0.1))
+        simulation.finish()
+        assert set(results.values()) == {expected}, f"other bits: cut at step {at_step}"
+
+
+def test_the_sum_for_the_standby_has_the_order_of_ranks() -> None:
+    """Sums of three numbers depend on it."""
+    found = set()
+    for standbys in (0, 1):
+        results: Results = {}
+        simulation = Simulation(3, 3, 1, prepare=install, standbys=standbys)
+        simulation.run(dtypes_script(results))
+        simulation.finish()
+        found |= set(results.values())
+    assert len(found) == 1
+
+
 def test_without_its_standby_a_lost_server_ends_the_job() -> None:
     simulation = simulation_of(1, standbys=1)
     when = num_steps(sync_script) // 2
@@ -305,7 +479,7 @@ def test_without_its_standby_a_lost_server_ends_the_job() -> None:
         yield node.barrier(4)
 
     before_step(simulation, when, kill_both)
-    with pytest.raises(NodeLostError, match="server 0 .* is lost"):
+    with pytest.raises(NodeLostError, match=r"server 0 .* is lost"):
         simulation.run(script)
 
 
@@ -322,7 +496,7 @@ def test_if_server_and_standby_are_lost_together_the_job_ends(apart_s: float) ->
         simulation.at(simulation.now + abs(apart_s), second)
 
     before_step(simulation, num_steps(sync_script) // 2, kill_both)
-    with pytest.raises(NodeLostError, match="server 0 .* is lost"):
+    with pytest.raises(NodeLostError, match=r"server 0 .* is lost"):
         simulation.run(sync_script({}))
     assert simulation.now < 30.0
 
@@ -354,6 +528,24 @@ def test_a_server_that_wakes_up_after_its_standby_took_over_changes_nothing(name
         assert isinstance(error, NodeLostError)
         assert "was declared lost" in str(error) and "this one must not go on" in str(error)
         simulation.finish()
+
+
+def test_a_standby_does_not_hear_its_server_after_it_has_taken_the_seat() -> None:
+    """What arrives from it later is neither stored nor done."""
+    simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+    server, standby = simulation.servers[0], simulation.standbys[0]
+    before_step(simulation, num_steps(sync_script) // 2, partial(simulation.kill_server, 0))
+    simulation.run(sync_script(results))
+    repeater, contents_before = standby.traffic.standby, contents(standby)
+    assert repeater is not None
+    last = repeater._replay.stored
+    head = StoreCall.SET_OPTIMIZER
+    body = pack(1, True, False, to_plain(optimizer.create("sgd")))
+    record = RequestRecord(last + 1, True, 9, "a worker", STORE_APP, 0, 77, head, body)
+    repeater.arrived(Delivery(server.van.uid, 0, 1, record, ()))
+    simulation.finish()
+    assert repeater._replay.stored == last
+    assert contents(standby) == contents_before
 
 
 def test_a_standby_that_wakes_up_after_its_server_went_on_does_no_harm() -> None:
@@ -420,18 +612,15 @@ def test_a_server_with_a_growing_table_has_no_standby_any_more() -> None:
 def test_the_later_loss_of_a_server_with_a_growing_table_ends_the_job() -> None:
     simulation = plain_simulation()
     simulation.at(1.5, partial(simulation.kill_server, 0))
-    with pytest.raises(NodeLostError, match="server 0 .* is lost"):
+    with pytest.raises(NodeLostError, match=r"server 0 .* is lost"):
         simulation.run(table_script([], pause_s=1.0))
     assert simulation.now < 12.0
 
 
-@pytest.mark.parametrize(("seed", "num_servers"), [(5, 1), (6, 1), (7, 2)])
-def test_without_the_scheduler_servers_go_on_alone_and_standbys_end(
-    seed: int, num_servers: int
-) -> None:
+def run_without_scheduler(seed: int, num_servers: int) -> tuple[Simulation, list[Postoffice]]:
+    """Kill the scheduler; push and pull for 14 s more; return the standbys, too."""
     simulation = Simulation(seed, 2, num_servers, prepare=install, standbys=1)
-    seen: list[bool] = []
-    servers, standbys = list(simulation.servers), list(simulation.standbys.values())
+    standbys, seen = list(simulation.standbys.values()), list[bool]()
 
     def script(node: Postoffice) -> Steps:
         yield node.ready
@@ -440,16 +629,53 @@ def test_without_the_scheduler_servers_go_on_alone_and_standbys_end(
         out = np.zeros(40)
         for number in range(1, 60):
             yield 0.25
-            store.push_async("w", np.full(40, number))
+            store.push_async("w", np.full(40, float(number)))
             yield store.pull_async("w", out)
             seen.append(set(out.tolist()) == {2.0 * number})
 
     simulation.at(1.01, partial(simulation.kill, simulation.scheduler))
     simulation.run(script)
     assert len(seen) == 118 and all(seen)
-    assert all(each.traffic.primary.standby is None for each in servers)  # type: ignore[union-attr]
-    assert all(each.error is None for each in servers)
+    return simulation, standbys
+
+
+@pytest.mark.parametrize("first", range(0, 160, 20))
+def test_a_server_with_a_table_is_not_followed_by_a_standby_without_it(first: int) -> None:
+    """Whatever the network does, the job ends well, or with the loss of the server."""
+    for seed in range(first, first + 20):
+        simulation = Simulation(seed, 2, 1, faults_of(seed), prepare=install, standbys=1)
+        values, standby = list[Any](), simulation.standbys[0]
+        when = random.Random(seed).uniform(0.0, 2.0)
+        simulation.at(when, partial(simulation.kill_server, 0))
+        try:
+            simulation.run(table_script(values))
+            simulation.finish()
+        except NodeLostError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        assert values == [[[6.0] * 3] * 3] * 2, f"seed {seed}"
+        assert standby.error is None, f"seed {seed}"
+
+
+WITHOUT_SCHEDULER = [(seed, num_servers) for num_servers in (1, 2) for seed in range(4)]
+
+
+@pytest.mark.parametrize(("seed", "num_servers"), WITHOUT_SCHEDULER)
+def test_without_the_scheduler_servers_go_on_alone(seed: int, num_servers: int) -> None:
+    simulation, _ = run_without_scheduler(seed, num_servers)
+    simulation.standbys.clear()  # the next test is about them
+    primaries = [server.traffic.primary for server in simulation.servers]
+    assert all(primary is not None and primary.standby is None for primary in primaries)
+    simulation.finish()
+    assert all(server.finished.error() is None for server in simulation.servers)
+
+
+@pytest.mark.parametrize(("seed", "num_servers"), WITHOUT_SCHEDULER)
+def test_without_the_scheduler_standbys_end(seed: int, num_servers: int) -> None:
+    simulation, standbys = run_without_scheduler(seed, num_servers)
     assert all(each.finished.done() or each.error is not None for each in standbys)
+    assert all(each.info is None for each in standbys)
     simulation.finish()
 
 
@@ -486,7 +712,7 @@ def test_a_standby_costs_one_sum_for_each_round_however_many_workers_push(
     simulation.run(script)
     workers = [node.van.uid for node in simulation.workers]
     before, after = counted
-    pushed = sum(after[uid][1] - before[uid][1] for uid in workers)
+    pushed = sum(after[uid][1] - before.get(uid, (0, 0))[1] for uid in workers)
     repeated = after[standby.van.uid][0] - before[standby.van.uid][0]
     assert pushed > num_workers * 6 * size * 4
     assert repeated <= pushed * 1.05 / num_workers

@@ -134,7 +134,7 @@ BUGS = [
     Bug(
         "a worker that ends well is started again",
         "kvstore/launch/job/lifecycle.py",
-        "for index in (index for index, status in statuses.items() if status != 0):",
+        "for index in failures:",
         "for index in statuses:",
         "tests/unit/kvstore/launch/job/test_launch_returns.py",
     ),

@@ -229,7 +229,6 @@ class Lifecycle:
         self.failed = False
         self.drain_expired = False
         self.unjoined = False
-        self.scheduler_lost = False
         #: None until all have joined; False if that is only assumed.
         self._is_certain: bool | None = None
         self._specs = specs
@@ -402,7 +401,8 @@ class Lifecycle:
         elif self._all_ended(worker=False):
             self.deadline_s = None
         elif self.deadline_s is None:
-            missed = {"worker", "scheduler"} if self.scheduler_lost else {"worker"}
+            # A scheduler that has failed by now is one without which the job goes on.
+            missed = {"worker"} if self._has_scheduler_ended_well() else {"worker", "scheduler"}
             spared = self.excused | self.standbys.awaited
             if any(self._specs[index].role not in missed for index in self.exits.keys() - spared):
                 self.deadline_s = now_s + self._timing.service_s
@@ -417,7 +417,7 @@ class Lifecycle:
         return is_meant and self._is_certain is True and not self._all_ended(worker=True)
 
     def _go_on_without_scheduler(self, now_s: float) -> list[Effect]:
-        self.failed = self.scheduler_lost = True
+        self.failed = True
         if self.phase is Phase.FAILING:
             self._enter(Phase.RUNNING, None)
         self._settle(False, now_s)

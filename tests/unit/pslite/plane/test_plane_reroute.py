@@ -289,10 +289,10 @@ class Pair:
     def repeat(self, parts: Ints, pairs: tuple[tuple[int, int], ...], *values: int) -> None:
         """Let the standby apply a round, as a record says it."""
         piece = Piece(counts(*values), 0, 8 * len(values))
-        lane, job = self.standby.job_of(parts, (8,) * len(parts), pairs, [(0, piece)])
+        lane, job = self.standby.copies.job_of(parts, (8,) * len(parts), pairs, [(0, piece)])
         assert lane == parts[0]
         assert self.standby.app.apply([job]) == [None]
-        self.standby.repeated(job)
+        self.standby.copies.repeated(job)
 
 
 def ask_again(plane: WorkerPlane, server: ServerPlane) -> None:
@@ -369,4 +369,4 @@ def test_a_record_of_parts_that_the_standby_does_not_have_is_an_error(parts: Int
     pair = Pair(1)
     payload = [(0, Piece(counts(1), 0, 8))]
     with pytest.raises(ProtocolError, match="does not have"):
-        pair.standby.job_of(parts, (8,) * len(parts), ((0, 1),), payload)
+        pair.standby.copies.job_of(parts, (8,) * len(parts), ((0, 1),), payload)

@@ -1,0 +1,239 @@
+"""Bugs of standbys, which repeat what their servers do and take their places."""
+
+from __future__ import annotations
+
+from tests.planted.bug import Bug
+
+FILE = "tests/faults/test_standbys.py"
+AT = f"{FILE}::test_a_server_or_its_standby_may_be_killed_before_any_step_of_the_simulation"
+SYNC, ASYNC = f"{AT}[server-sync-0]", f"{AT}[server-async-0]"
+CALLS = f"{FILE}::test_no_optimizer_dtype_or_call_makes_a_difference"
+RULES = "tests/unit/pslite/protocol/test_replication.py"
+
+BUGS = [
+    Bug(
+        "a server answers before its standby has the record",
+        "pslite/node/standby.py",
+        "        waits = not self._filled_at or self._journal.is_crowded\n",
+        "        waits = False\n",
+        f"{FILE}::test_a_worker_gets_no_answer_before_the_standby_has_the_record",
+    ),
+    Bug(
+        "a standby takes its seat before it has done what its records say",
+        "pslite/node/standby.py",
+        "        self._turns.when_idle(then)\n",
+        "        then()\n",
+        f"{FILE}::test_a_standby_that_is_behind_does_first_what_its_records_say",
+    ),
+    Bug(
+        "a record after a missing one is done",
+        "pslite/protocol/replication.py",
+        "        while self.stored + 1 in self._early:\n            self.stored += 1\n",
+        "        while self._early:\n            self.stored = min(self._early)\n",
+        f"{FILE}::test_a_server_or_its_standby_may_be_lost_whatever_the_network_does",
+    ),
+    Bug(
+        "a server applies only the first of the contributions",
+        "kvstore/server/dense.py",
+        "            add_up_stretch(stretch, batch.payloads, total)\n",
+        "            add_up_stretch(stretch, batch.payloads[:1], total)\n",
+        SYNC,
+    ),
+    Bug(
+        "the sum for a standby has another order of ranks",
+        "kvstore/server/apply.py",
+        "    pieces = [piece_of(piece, start, stop) for piece in payloads]\n    begin = 0\n",
+        "    pieces = [piece_of(piece, start, stop) for piece in payloads][::-1]\n    begin = 0\n",
+        f"{FILE}::test_the_sum_for_the_standby_has_the_order_of_ranks",
+    ),
+    Bug(
+        "a sum of 16-bit contributions is rounded for the standby",
+        "kvstore/server/apply.py",
+        "    return stretch.chain is None and accumulation_dtype(dtype) == dtype\n",
+        "    return stretch.chain is None and bool(dtype)\n",
+        CALLS,
+    ),
+    Bug(
+        "a standby takes rows for plain values",
+        "pslite/node/standby.py",
+        "form, piece = (0, payload) if type(payload) is Piece else payload.source\n",
+        "form, piece = 0, payload if type(payload) is Piece else payload.source[1]\n",
+        f"{FILE}::test_a_server_with_rows_may_be_killed_at_some_instants",
+    ),
+    Bug(
+        "a standby carries requests out beside rounds",
+        "pslite/node/standby.py",
+        "                is_alone,\n                incoming.sender,\n",
+        "                False,\n                incoming.sender,\n",
+        f"{FILE}::test_a_call_is_alone_on_the_standby_too",
+    ),
+    Bug(
+        "a server carries requests out beside rounds",
+        "pslite/node/standby.py",
+        "            self._turns.add(begin, alone=True)\n",
+        "            self._turns.add(begin)\n",
+        f"{FILE}::test_a_call_is_alone_on_the_standby_too",
+    ),
+    Bug(
+        "a remembered answer is given to the next process of a worker",
+        "pslite/node/standby.py",
+        "        known = self._answers.get((uid, incoming.request.request_id))\n",
+        "        ids = {id_: answer for (_, id_), answer in self._answers.items()}\n"
+        "        known = ids.get(incoming.request.request_id, uid and None)\n",
+        f"{FILE}::test_after_its_server_a_worker_may_be_lost_twice",
+    ),
+    Bug(
+        "a request that the lost server has recorded is carried out again",
+        "pslite/node/standby.py",
+        "        incoming._respond(incoming, *known)\n        return True\n",
+        "        return False\n",
+        f"{CALLS}[calls]",
+    ),
+    Bug(
+        "a request that the lost server has recorded is answered twice",
+        "pslite/node/standby.py",
+        "        incoming._respond(incoming, *known)\n        return True\n",
+        "        incoming._respond(incoming, *known)\n        return False\n",
+        f"{FILE}::test_each_request_of_a_worker_gets_one_answer",
+    ),
+    Bug(
+        "later work runs beside work that must be alone",
+        "pslite/protocol/replication.py",
+        "            while self._waiting and not self._is_alone:\n",
+        "            while self._waiting:\n",
+        RULES,
+    ),
+    Bug(
+        "a standby does not count the rounds that it has applied",
+        "pslite/node/standby.py",
+        "            self._plane.copies.repeated(job)\n",
+        "",
+        SYNC,
+    ),
+    Bug(
+        "a standby counts one round too many",
+        "pslite/protocol/rounds.py",
+        "        self.version = max((round_ for _, round_ in pairs), default=self.version)\n",
+        "        self.version = max(round_ for _, round_ in pairs) + 1\n",
+        SYNC,
+    ),
+    Bug(
+        "a standby counts all asynchronous pushes as those of worker 0",
+        "pslite/protocol/rounds.py",
+        "            rounds = self._ranks[rank] = self._of(rank)\n            rounds.repeated",
+        "            rounds = self._ranks[0] = self._of(0)\n            rounds.repeated",
+        ASYNC,
+    ),
+    Bug(
+        "a pull that the lost server has not answered is not sent again",
+        "pslite/plane/transfer.py",
+        "        if self.pulling is not None and not self.pulling[0][0].push:\n            found",
+        "        if False:\n            found",
+        SYNC,
+    ),
+    Bug(
+        "a push that the lost server has not answered is not sent again",
+        "pslite/plane/transfer.py",
+        "        found = [(r, request) for r, request in self.inflight.items()]\n",
+        "        found: list[tuple[int, Request]] = []\n",
+        SYNC,
+    ),
+    Bug(
+        "a request that the lost server has not answered is not sent again",
+        "pslite/node/postoffice.py",
+        "            self.customers.ask_again(node.node_id)\n",
+        "",
+        f"{CALLS}[calls]",
+    ),
+    Bug(
+        "a request fails if its server is lost, although there is a standby",
+        "pslite/node/peer_watch.py",
+        "pending.depart(node.node_id, error, for_good=False)\n",
+        "pending.depart(node.node_id, error)\n",
+        f"{CALLS}[calls]",
+    ),
+    Bug(
+        "a server without its standby does not release what waited for it",
+        "pslite/node/standby.py",
+        "        for then in (*self._journal.end(), *waiting):\n",
+        "        self._journal.end()\n        for then in waiting:\n",
+        f"{AT}[standby-sync-0]",
+    ),
+    Bug(
+        "a standby goes on hearing its server after it has taken the seat",
+        "pslite/node/standby.py",
+        "        if self.primary is not None:\n            self._office.links.shut(",
+        "        if False:\n            self._office.links.shut(",
+        f"{FILE}::test_a_standby_does_not_hear_its_server_after_it_has_taken_the_seat",
+    ),
+    Bug(
+        "a standby that was dismissed gets the seat of its server",
+        "pslite/protocol/succession.py",
+        "        seat.standby = seat.filling = None\n        seat.takes_none",
+        "        seat.takes_none",
+        f"{FILE}::test_without_its_standby_a_lost_server_ends_the_job",
+    ),
+    Bug(
+        "a server runs far ahead of its standby",
+        "pslite/protocol/replication.py",
+        "limit = min(self._stored, self._limit()) if self.is_crowded else self._stored\n",
+        "limit = self._stored\n",
+        f"{FILE}::test_a_server_waits_for_a_standby_that_is_far_behind_and_then_goes_on",
+    ),
+    Bug(
+        "a server never forgets the frames of its records",
+        "pslite/node/standby.py",
+        "        self._replay.has_done(number)\n",
+        "",
+        f"{FILE}::test_a_standby_has_what_its_server_has_byte_for_byte",
+    ),
+    Bug(
+        "a server with a growing table keeps its standby",
+        "kvstore/server/app.py",
+        "        elif incoming.head == StoreCall.CREATE_TABLE and self._node",
+        "        elif incoming.head < 0 and self._node",
+        f"{FILE}::test_a_server_with_a_growing_table_has_no_standby_any_more",
+    ),
+    Bug(
+        "a standby does not keep the steps of workers",
+        "kvstore/server/app.py",
+        "    StoreCall.KEEP_STEP: False,\n",
+        "",
+        f"{FILE}::test_a_worker_and_a_server_may_be_lost_one_after_the_other",
+    ),
+    Bug(
+        "a table is made before the standby is dismissed",
+        "kvstore/server/app.py",
+        "self._node.traffic.primary.when_alone(partial(self._carry_out, incoming))\n",
+        "self._carry_out(incoming)\n",
+        f"{FILE}::test_a_server_with_a_table_is_not_followed_by_a_standby_without_it",
+    ),
+    Bug(
+        "a standby does not keep what a lost worker has pushed to open rounds",
+        "pslite/node/standby.py",
+        "                self._plane.copies.keep_open(job)\n",
+        "",
+        f"{FILE}::test_a_push_of_a_replaced_worker_that_waits_for_others_outlives_the_server",
+    ),
+    Bug(
+        "states are taken over when they are read, which no standby sees",
+        "kvstore/server/app.py",
+        "        self._lanes.run(incoming, mine, _take_states_over, incoming.respond)\n",
+        "        incoming.respond()\n",
+        f"{FILE}::test_to_read_states_changes_nothing_that_the_standby_would_not_know",
+    ),
+    Bug(
+        "a standby does not watch the scheduler",
+        "pslite/node/member.py",
+        "            office.watch.add(SCHEDULER, now)\n        ",
+        "            pass\n        ",
+        f"{FILE}::test_without_the_scheduler_standbys_end",
+    ),
+    Bug(
+        "a goodbye that comes before the roster is forgotten",
+        "pslite/node/member.py",
+        "            self._early_goodbyes[peer] = None\n",
+        "            pass\n",
+        f"{FILE}::test_two_servers_may_be_lost_one_after_the_other_or_together",
+    ),
+]
