@@ -1,11 +1,12 @@
-"""``make test-kills``: real jobs, in each of which one worker is killed at a random moment.
+"""``make test-kills``: real jobs, in each of which one process is killed at a random moment.
 
-Each job is a short training on this machine: 2 to 4 workers, 1 or 2 servers, Adam or momentum,
-small keys, one in several parts, and rows. Its launcher must end by itself with exit code 0, and
-all workers with the weights of the same job without a kill, bit for bit. In ``dist_async``, each
-push must count exactly once. It takes about four seconds a job::
+Each job is a short training on this machine: 2 to 4 workers, 1 or 2 servers with standbys, Adam or
+momentum, small keys, one in several parts, and rows. The victim is a worker, a server or a standby.
+The launcher must end by itself with exit code 0, and all workers with the weights of the same job
+without a kill, bit for bit. In ``dist_async``, each push must count exactly once. It takes about
+four seconds a job::
 
-    python -m tests.kills --jobs 80 --seed 1
+    python -m tests.kills --jobs 170 --seed 1
 """
 
 from __future__ import annotations
@@ -92,6 +93,10 @@ KINDS = [
 ]
 
 
+VICTIMS = {"worker": 80, "server": 60, "standby": 30}
+"""How often a process of each role is killed."""
+
+
 class Outcome(NamedTuple):
     """How a job has ended."""
 
@@ -103,7 +108,7 @@ class Outcome(NamedTuple):
 
 
 def run(kind: Kind, chance: random.Random | None) -> Outcome:
-    """Run one job; kill one of its workers at a moment that ``chance`` chooses, if there is one."""
+    """Run one job; kill one process at a moment that ``chance`` chooses, if there is one."""
     mark = secrets.token_hex(8)
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PS_")}
     environment |= {
@@ -116,6 +121,7 @@ def run(kind: Kind, chance: random.Random | None) -> Outcome:
         launcher = subprocess.Popen(
             [
                 *(sys.executable, str(ROOT / "tools" / "launch.py"), "--restarts", "3"),
+                *("--standbys", "1"),
                 *("-n", str(kind.num_workers), "-s", str(kind.num_servers)),
                 *(sys.executable, "-c", SCRIPT),
             ],
@@ -130,7 +136,9 @@ def run(kind: Kind, chance: random.Random | None) -> Outcome:
             while "begun" not in Path(output.name).read_text() and launcher.poll() is None:
                 time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 1.2))
-            victim = kill_one(mark, chance.randrange(kind.num_workers))
+            (role,) = chance.choices([*VICTIMS], [*VICTIMS.values()])
+            count = kind.num_workers if role == "worker" else kind.num_servers
+            victim = kill_one(mark, role, chance.randrange(count))
         try:
             code = launcher.wait(max(0.0, give_up_at - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -138,25 +146,31 @@ def run(kind: Kind, chance: random.Random | None) -> Outcome:
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
         text = Path(output.name).read_text()
-    how = victim if victim in ("nobody", "too late") else "it had said goodbye"
-    for words, meaning in (
-        ("was replaced", "replaced"),
-        ("the job succeeded after", "the whole job restarted"),
-    ):
-        how = meaning if words in text else how
+    role = victim.partition(" ")[0]
+    how = f"{role}: no longer needed"
+    if victim in ("nobody", "too late"):
+        how = victim
+    elif role == "standby" and "goes on without it" in text:
+        how = "standby: the server went on"
+    elif "the job succeeded after" in text:
+        how = f"{role}: the whole job restarted"
+    elif "was replaced" in text:
+        how = f"{role}: replaced"
     return Outcome(code, tuple(re.findall(r"\] sum (.*)", text)), how, text)
 
 
-def kill_one(mark: str, rank: int) -> str:
-    """Kill the worker with this rank; return its name, or that it had ended."""
-    wanted = {f"{MARK}={mark}".encode(), b"DMLC_ROLE=worker", f"DMLC_TASK_ID={rank}".encode()}
+def kill_one(mark: str, role: str, rank: int) -> str:
+    """Kill the process of this role and rank; return its name, or that it had ended."""
+    dmlc_role = "server" if role == "standby" else role
+    wanted = {f"{MARK}={mark}", f"DMLC_ROLE={dmlc_role}", f"DMLC_TASK_ID={rank}"}
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and wanted <= set(
-                (entry / "environ").read_bytes().split(b"\0")
-            ):
+            if not entry.name.isdigit():
+                continue
+            found = set((entry / "environ").read_bytes().decode(errors="replace").split("\0"))
+            if wanted <= found and ("PS_STANDS_BY=1" in found) == (role == "standby"):
                 os.kill(int(entry.name), signal.SIGKILL)
-                return f"worker {rank}"
+                return f"{role} {rank}"
         except OSError:
             continue
     return "too late"
@@ -165,7 +179,7 @@ def kill_one(mark: str, rank: int) -> str:
 def main() -> int:
     """Run many jobs; print what became of them. The exit code is 1 if one was not as expected."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=80, help="how many jobs to run")
+    parser.add_argument("--jobs", type=int, default=170, help="how many jobs to run")
     parser.add_argument("--seed", type=int, default=1, help="decides who is killed when")
     arguments = parser.parse_args()
     expected = {kind: run(kind, None).sums for kind in KINDS}
