@@ -25,14 +25,16 @@ from pslite.wire.messages import (
     BarrierWaits,
     Exchange,
     LongWait,
-    MayReturn,
     Members,
     Message,
     PartsFailed,
+    Recorded,
+    RequestRecord,
     Roster,
     RoundWaits,
     Seated,
     StaleEpoch,
+    StandsBy,
     StatusQuestion,
     Vacant,
     Waiting,
@@ -126,9 +128,11 @@ OF_SERVERS: list[Message] = [
     PartsFailed(True, False, (1,), (1,), "UsageError", "no", "", -1),
     StaleEpoch(2, True, (1,), (1,)),
     RoundWaits(1, 1, (0,), 60.0),
-    Vacant(9, 0, "says another"),
+    StandsBy((), True),
+    Recorded(1, 1),
+    RequestRecord(1, True, 9, "W1", 1, 0, 1, 1, b""),
 ]
-OF_WORKERS: list[Message] = [LongWait(), MayReturn(True)]
+OF_WORKERS: list[Message] = [LongWait()]
 
 
 def test_what_is_not_for_a_members_role_to_say_is_counted_and_dropped(
