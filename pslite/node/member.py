@@ -72,6 +72,7 @@ class MemberControl(NodeControl):
         self._goodbyes: set[str] = set()
         #: What came before the roster: news of a standby, and the goodbyes of workers.
         self._early_standby: StandsBy | None = None
+        self._standby_number = 0
         self._early_goodbyes: dict[str, None] = {}
         #: Nodes that this one has lost, with reasons, until the scheduler has decided.
         self._reported: dict[int, str] = {}
@@ -142,9 +143,15 @@ class MemberControl(NodeControl):
     def _standby_changed(self, message: StandsBy, now: float) -> None:
         office, traffic = self._office, self._office.traffic
         if message.for_receiver:
+            if message.number <= self._standby_number:
+                return  # a later message has overtaken it
             if office.info is None:
-                self._early_standby = message
-            elif traffic.primary is not None and message.node:
+                early = self._early_standby
+                if early is None or early.number < message.number:
+                    self._early_standby = message
+                return
+            self._standby_number = message.number
+            if traffic.primary is not None and message.node:
                 (standby,) = message.node
                 office.log.info(1, f"{standby.title} will stand by for this server")
                 office.links.know(standby.uid)
@@ -303,7 +310,7 @@ class MemberControl(NodeControl):
             return
         primary = office.traffic.primary
         if primary is not None and primary.is_standby(peer):
-            office.send(SCHEDULER_ID, StandsBy((), True))
+            office.send(SCHEDULER_ID, StandsBy((), True, self._standby_number))
             return
         node = office.membership.node_ids.get(peer)
         if node is None:

@@ -101,7 +101,7 @@ class SchedulerControl(NodeControl):
         elif isinstance(message, Vacant):
             self._hear_of_loss(node, message, now)
         elif isinstance(message, StandsBy):
-            self._seating.dismiss(node, "it cannot reach it")
+            self._seating.cannot_reach(node, message.number)
         elif isinstance(message, StatusReport):
             self._surveyor.reported(node, message, now)
         elif isinstance(message, LongWait):

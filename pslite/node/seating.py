@@ -51,6 +51,9 @@ class Seating:
         self._seated = seated
         self.seats = Seats(office.config.rejoin_timeout_s)
         self._timer = office.io_queue.timers.new(self._look)
+        #: The number of messages to servers about their standbys; and the last one of each.
+        self._num_told = 0
+        self._told: dict[int, int] = {}
 
     def begin(
         self, roster: tuple[NodeInfo, ...], standbys: tuple[NodeInfo, ...], now: float
@@ -60,7 +63,7 @@ class Seating:
         for standby in standbys:
             primary = self._office.membership.node(standby.node_id)
             if primary is not None:
-                self._office.links.send(standby.uid, StandsBy((primary,), False), (), 1, now)
+                self._office.links.send(standby.uid, StandsBy((primary,), False, 0), (), 1, now)
         if self.seats.wait_s or standbys:
             self._timer.set(now + _LOOK_INTERVAL_S)
 
@@ -89,13 +92,24 @@ class Seating:
         self._pair_up()
         self._say_whom_it_awaits(now)
 
+    def _tell_server(self, node_id: int, standby: tuple[NodeInfo, ...]) -> None:
+        """Tell a server who stands by for it. Messages may overtake each other: number them."""
+        self._num_told += 1
+        self._told[node_id] = self._num_told
+        self._office.send(node_id, StandsBy(standby, True, self._num_told))
+
+    def cannot_reach(self, node_id: int, number: int) -> None:
+        """Handle a server's report that it has lost its standby, the one of this message."""
+        if number == self._told.get(node_id, 0):
+            self.dismiss(node_id, "it cannot reach it")
+
     def _pair_up(self) -> None:
         """Let standbys be filled by the servers that have none."""
         office = self._office
         for server, standby in self.seats.pairs():
             office.log.info(1, f"{standby.title} will stand by for {server.title}")
-            office.links.send(standby.uid, StandsBy((server,), False), (), 1, office.clock())
-            office.send(server.node_id, StandsBy((standby,), True))
+            office.links.send(standby.uid, StandsBy((server,), False, 0), (), 1, office.clock())
+            self._tell_server(server.node_id, (standby,))
 
     def filled(self, node_id: int) -> None:
         """Note that a new standby could take its server's place."""
@@ -110,7 +124,7 @@ class Seating:
         if standby is not None:
             office = self._office
             office.log.info(0, f"{office.membership.title(node_id)} has no standby any more: {why}")
-            office.send(node_id, StandsBy((), True))
+            self._tell_server(node_id, ())
             self._release(standby)
             self._pair_up()
 
@@ -124,7 +138,7 @@ class Seating:
     def _release(self, standby: NodeInfo) -> None:
         office = self._office
         office.watch.forget(standby.uid)
-        office.links.send(standby.uid, StandsBy((), False), (), 1, office.clock())
+        office.links.send(standby.uid, StandsBy((), False, 0), (), 1, office.clock())
 
     def standby_lost(self, peer: str, reason: str) -> bool:
         """Handle the loss of a process that has not joined; return whether it stood by."""

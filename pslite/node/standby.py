@@ -115,6 +115,7 @@ class Primary:
 
         Training goes on while the state is on its way.
         """
+        self.go_on_alone()  # without the one before, if there was one: it is no longer a standby
         self._awaited = standby
         self._turns.add(self._copy, alone=True)
 

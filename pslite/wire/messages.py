@@ -183,6 +183,9 @@ class StandsBy(Message):
     """One entry or none."""
     for_receiver: bool
     """Whether that process stands by for the receiver; else the receiver stands by for it."""
+    number: Natural
+    """Counts the scheduler's messages: a server ignores those before the last one that it has
+    handled, and names that one in its own message."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -128,7 +128,7 @@ OF_SERVERS: list[Message] = [
     PartsFailed(True, False, (1,), (1,), "UsageError", "no", "", -1),
     StaleEpoch(2, True, (1,), (1,)),
     RoundWaits(1, 1, (0,), 60.0),
-    StandsBy((), True),
+    StandsBy((), True, 0),
     Recorded(1, 1),
     RequestRecord(1, True, 9, "W1", 1, 0, 1, 1, b""),
 ]

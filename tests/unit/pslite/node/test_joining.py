@@ -135,7 +135,7 @@ def test_a_standby_says_for_whom_it_registers() -> None:
 def test_a_standby_that_knows_its_server_waits_without_a_deadline() -> None:
     member = Member(Role.SERVER, stands_by=True)
     member.hear(REPORT)
-    member.hear(StandsBy((NODES[2],), False))
+    member.hear(StandsBy((NODES[2],), False, 0))
     assert member.primaries == [NODES[2]]
     member.hear(REPORT)  # it is late
     member.until(1000.0)
@@ -144,7 +144,7 @@ def test_a_standby_that_knows_its_server_waits_without_a_deadline() -> None:
 
 def test_a_standby_joins_once_it_has_done_what_its_server_did() -> None:
     member = Member(Role.SERVER, stands_by=True)
-    member.hear(StandsBy((NODES[2],), False))
+    member.hear(StandsBy((NODES[2],), False, 0))
     member.hear(roster(Role.SERVER))
     assert member.office.info is None
     (join,) = member.turns
