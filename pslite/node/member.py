@@ -74,6 +74,7 @@ class MemberControl(NodeControl):
         self._early_standby: StandsBy | None = None
         self._standby_number = 0
         self._early_goodbyes: dict[str, None] = {}
+        self._early_news: list[Delivery] = []
         #: Nodes that this one has lost, with reasons, until the scheduler has decided.
         self._reported: dict[int, str] = {}
 
@@ -88,7 +89,10 @@ class MemberControl(NodeControl):
 
     def handle(self, delivery: Delivery, now: float) -> None:
         message = delivery.message
-        if isinstance(message, Leave):
+        is_early = self._office.info is None and self._office.traffic.standby is not None
+        if is_early and isinstance(message, Members | Vacant | Seated):
+            self._early_news.append(delivery)  # it takes over: the roster is here, or comes soon
+        elif isinstance(message, Leave):
             self._member_left(delivery.peer)
         elif isinstance(message, Members):
             self._members_changed(delivery.peer, message, now)
@@ -198,6 +202,8 @@ class MemberControl(NodeControl):
         )
         if self._early_standby is not None:
             self._standby_changed(self._early_standby, now)
+        for delivery in self._early_news:
+            self.handle(delivery, now)
         for peer in self._early_goodbyes:
             self._member_left(peer)
 

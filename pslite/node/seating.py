@@ -93,7 +93,7 @@ class Seating:
         self._say_whom_it_awaits(now)
 
     def _tell_server(self, node_id: int, standby: tuple[NodeInfo, ...]) -> None:
-        """Tell a server who stands by for it. Messages may overtake each other: number them."""
+        """Tell a server who stands by for it; the last message counts."""
         self._num_told += 1
         self._told[node_id] = self._num_told
         self._office.send(node_id, StandsBy(standby, True, self._num_told))

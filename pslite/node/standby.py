@@ -120,6 +120,15 @@ class Primary:
         self._turns.add(self._copy, alone=True)
 
     def _copy(self) -> None:
+        try:
+            self._copy_now()
+        except Exception as error:  # the server itself is well
+            self._office.log.warn(f"the state cannot be copied to a standby: {error}")
+            self._office.control.say_whether_to_return(False)
+        finally:
+            self._turns.ended()
+
+    def _copy_now(self) -> None:
         standby = self._awaited
         records = self._plane.app.copy_state() if standby is not None else None
         if standby is None:
@@ -136,7 +145,6 @@ class Primary:
                 self._ask_standby(record)
             self.keep_open(opened)
             self._ask_standby(StateRecord(0, 0, b"", ()))
-        self._turns.ended()
 
     def _try_again(self) -> None:
         if self._awaited is not None:
@@ -157,6 +165,7 @@ class Primary:
             lambda number: RequestRecord(number, True, r.sender, "", 0, 0, 0, r.head, r.body),
             list(r.frames),
             _nothing,
+            is_copy=True,
         )
 
     def told(self, message: Recorded) -> None:
@@ -182,9 +191,17 @@ class Primary:
             then()
 
     def _record(
-        self, make: Callable[[int], Message], frames: list[Any], then: Callable[[], None]
+        self,
+        make: Callable[[int], Message],
+        frames: list[Any],
+        then: Callable[[], None],
+        *,
+        is_copy: bool = False,
     ) -> None:
-        """Send a record; call ``then`` once the standby has it."""
+        """Send a record; call ``then`` once the standby has it.
+
+        ``is_copy`` says that the frames change only after the standby has done with them.
+        """
         office, nbytes = self._office, sum(map(size_of, frames))
         if self.standby is not None and nbytes > office.config.max_message_bytes:
             self._is_halted = True
@@ -196,6 +213,8 @@ class Primary:
             self._when_alone.append(then)
             return
         waits = not self._filled_at or self._journal.is_crowded
+        if not waits and not is_copy:
+            frames = list(map(bytes, frames))  # they may change before the standby has them
         number = self._journal.add(frames, nbytes, then if waits else _nothing)
         epoch, now = office.membership.epoch, office.clock()
         office.links.send(self.standby.uid, make(number), frames, epoch, now)
@@ -357,7 +376,8 @@ class Standby:
                 message.number, (message, list(delivery.frames))
             ):
                 if isinstance(record, RoundRecord):
-                    self._turns.add(partial(self._repeat_round, record, frames))
+                    begin = partial(self._repeat_round, record, frames)
+                    self._turns.add(begin, alone=record.is_open)
                 elif isinstance(record, RequestRecord):
                     begin = partial(self._repeat_request, record, frames)
                     self._turns.add(begin, alone=record.is_alone)
@@ -399,6 +419,9 @@ class Standby:
             return
 
         def done(outcomes: Outcomes) -> None:
+            if any(type(error) is MemoryError for each in outcomes for error in each or ()):
+                self._differs("it does not have enough memory for a round")
+                return
             self._plane.copies.repeated(job)
             self._ended(record.number)
 

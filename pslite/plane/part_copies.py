@@ -85,11 +85,13 @@ class PartCopies:
             unit = self._parts.single(part)
             mine = payload if job.is_formed else piece_of(payload, start, start + size)
             start += size
-            if (
-                unit is not None
-                and unit.rounds.contribute(rank, round_, copied(mine)) is Verdict.TAKEN
-            ):
+            if unit is None:
+                continue
+            verdict = unit.rounds.contribute(rank, round_, copied(mine))
+            if verdict is Verdict.TAKEN:
                 unit.orphans.add((rank, round_))
+            elif verdict is Verdict.TOO_FAR:
+                raise ProtocolError(f"round {round_} of part {part} is too far ahead to keep it")
 
     def counts(self, part: int) -> list[tuple[int, int]]:
         """Return (rank, rounds that are applied) of a part, for a new standby."""

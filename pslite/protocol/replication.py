@@ -59,7 +59,7 @@ class Journal:
         while too many bytes of earlier ones are not done.
         """
         self._stored = max(self._stored, min(stored, self.last))
-        while self._frames and self._frames[0][0] <= done:
+        while self._frames and self._frames[0][0] <= min(done, self._stored):
             self._undone_bytes -= self._frames.popleft()[2]
         limit = min(self._stored, self._limit()) if self.is_crowded else self._stored
         due = []
