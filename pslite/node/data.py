@@ -141,10 +141,11 @@ class Traffic:
         """Begin a step that another process could repeat. From any thread of a worker.
 
         Later pushes and pulls wait until the earlier ones have arrived at the servers, and until
-        the future of ``note(counts)`` is done. ``note`` is called on the I/O thread with the
-        number of pushes of each part so far (``WorkerPlane.counts``), and has to keep them where a
-        loss of this process does not reach. The result completes then. Only one step may begin at
-        a time.
+        the future of ``note(counts)`` is done. (With standbys they wait until the earlier ones are
+        answered: with a server, what it has not applied is lost.) ``note`` is called on the I/O
+        thread with the number of pushes of each part so far (``WorkerPlane.counts``), and has to
+        keep them where a loss of this process does not reach. The result completes then. Only one
+        step may begin at a time.
         """
         begun: Future[None] = Future("the servers to accept earlier pushes")
         office, plane = self._office, self.worker
@@ -161,7 +162,11 @@ class Traffic:
         def look() -> bool:
             roster = office.membership.roster
             servers = [node.uid for node in roster if node.role == Role.SERVER.value]
-            has_arrived = plane.everything_sent_before and office.links.everything_accepted(servers)
+            if office.config.standbys:
+                has_arrived = plane.everything_answered_before
+            else:
+                has_arrived = plane.everything_sent_before
+                has_arrived = has_arrived and office.links.everything_accepted(servers)
             if has_arrived and office.error is None:
                 note(plane.counts()).on_done(go_on)
             return has_arrived or office.error is not None
@@ -277,8 +282,6 @@ class Traffic:
             self.worker.reroute(node)
         elif self._server is not None:
             self.carry_out(self._server.returned(rank_of(node)))
-            if self.primary is not None:
-                self.primary.keep_open(self._server.copies.open_of_lost(rank_of(node)))
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin a later epoch, which the scheduler has announced."""

@@ -139,11 +139,9 @@ class Primary:
             self._awaited = None
             nbytes = sum(size_of(frame) for record in records for frame in record.frames)
             self.standby, self._journal = standby, self._new_journal(nbytes)
-            opened = self._plane.copies.open_of_lost()
-            self._filled_at = self._in_sync_at = len(records) + len(opened) + 1
+            self._filled_at = self._in_sync_at = len(records) + 1
             for record in records:
                 self._ask_standby(record)
-            self.keep_open(opened)
             self._ask_standby(StateRecord(0, 0, b"", ()))
 
     def _try_again(self) -> None:
@@ -248,12 +246,7 @@ class Primary:
             is_last = job is jobs[-1]
             self._send_job(job, partial(self._stored, applying) if is_last else _nothing)
 
-    def keep_open(self, jobs: Sequence[Job]) -> None:
-        """Let the standby keep contributions of a lost process to rounds that are open."""
-        for job in jobs:
-            self._send_job(job, _nothing, is_open=True)
-
-    def _send_job(self, job: Job, then: Callable[[], None], *, is_open: bool = False) -> None:
+    def _send_job(self, job: Job, then: Callable[[], None]) -> None:
         ranks, rounds = zip(*job.batch.rounds, strict=True)
         forms, frames, counts = [], list[Any](), []
         for payload in job.batch.payloads:
@@ -265,7 +258,6 @@ class Primary:
         self._record(
             lambda number: RoundRecord(
                 number,
-                is_open,
                 job.parts,
                 job.push_sizes,
                 ranks,
@@ -376,8 +368,7 @@ class Standby:
                 message.number, (message, list(delivery.frames))
             ):
                 if isinstance(record, RoundRecord):
-                    begin = partial(self._repeat_round, record, frames)
-                    self._turns.add(begin, alone=record.is_open)
+                    self._turns.add(partial(self._repeat_round, record, frames))
                 elif isinstance(record, RequestRecord):
                     begin = partial(self._repeat_request, record, frames)
                     self._turns.add(begin, alone=record.is_alone)
@@ -410,10 +401,6 @@ class Standby:
             for form, count in zip(record.forms, record.frames, strict=True):
                 payloads.append((form, piece_from([next(rest) for _ in range(count)])))
             lane, job = self._plane.copies.job_of(record.parts, record.sizes, pairs, payloads)
-            if record.is_open:
-                self._plane.copies.keep_open(job)
-                self._ended(record.number)
-                return
         except Exception as error:
             self._differs(f"round {record.rounds[:1]} of parts {record.parts[:5]}: {error}")
             return

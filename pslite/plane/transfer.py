@@ -312,3 +312,16 @@ def joined(states: Sequence[Requested], parts: Ints) -> Requested | None:
     if first.pulling is not None:
         whole.pulling = ((first.pulling[0][0], None), first.pulling[1])
     return whole
+
+
+def telling(
+    done: Callable[[BaseException | None], None], tell: Callable[[BaseException], None]
+) -> Callable[[BaseException | None], None]:
+    """Return a function that calls ``tell`` with an error, if any, and then ``done``."""
+
+    def tell_and_end(error: BaseException | None) -> None:
+        if error is not None:
+            tell(error)
+        done(error)
+
+    return tell_and_end

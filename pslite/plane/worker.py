@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pslite.errors import ProtocolError, PSError, UsageError, rebuild
 from pslite.plane.interface import Buffer, Piece, Send, cut
-from pslite.plane.transfer import Request, Requested, Transfer, joined
+from pslite.plane.transfer import Request, Requested, Transfer, joined, telling
 from pslite.wire.messages import Answer, Exchange, Ints, PartsFailed, StaleEpoch
 
 #: A list of parts is kept as one state after it was requested more often than this.
@@ -85,7 +85,7 @@ class WorkerPlane:
     def submit(self, transfer: Transfer) -> None:
         """Accept a request; ``take`` returns its messages when they may be sent."""
         if self._tell is not None and transfer.push:
-            transfer.done = _telling(transfer.done, self._tell)
+            transfer.done = telling(transfer.done, self._tell)
         error = self._error or self._departed.get(transfer.server)
         if error is not None:
             if transfer.parts:
@@ -308,7 +308,7 @@ class WorkerPlane:
             self._tell = tell
             for transfer in self._active:
                 if transfer.push:
-                    transfer.done = _telling(transfer.done, tell)
+                    transfer.done = telling(transfer.done, tell)
 
     def forget(self, parts: Iterable[int]) -> None:
         """Forget deleted parts, except parts with requests in flight."""
@@ -350,6 +350,11 @@ class WorkerPlane:
         if self.outbox or self._stale:
             return False
         return not any(state.held for state in self._parts.values())
+
+    @property
+    def everything_answered_before(self) -> bool:
+        """Whether every request from before ``hold_back`` is complete."""
+        return len(self._active) <= len(self._gate.held_back or ())
 
     @property
     def num_unsent(self) -> int:
@@ -473,19 +478,6 @@ class WorkerPlane:
             if state.pulling is not None and state.pulling[0][0] is transfer:
                 state.pulling = None
         transfer.give_up(error)
-
-
-def _telling(
-    done: Callable[[BaseException | None], None], tell: Callable[[BaseException], None]
-) -> Callable[[BaseException | None], None]:
-    """Return a function that calls ``tell`` with an error, if any, and then ``done``."""
-
-    def tell_and_end(error: BaseException | None) -> None:
-        if error is not None:
-            tell(error)
-        done(error)
-
-    return tell_and_end
 
 
 def _pieces_in(message: Answer, frames: Sequence[Buffer]) -> list[Piece]:

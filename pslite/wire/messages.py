@@ -192,15 +192,12 @@ class StandsBy(Message):
 class RoundRecord(Message):
     """A round that a server applies, for its standby, which applies it too.
 
-    The payload frames hold the contributions, or their sum as a single one. If ``is_open``, they
-    hold one contribution of a lost process to a round that is not complete: no process will send
-    it again, so the standby keeps it.
+    The payload frames hold the contributions, or their sum as a single one.
     """
 
     PARALLEL: ClassVar[tuple[str, ...]] = ("ranks", "rounds")
     number: Natural
     """The number of the record; the standby does what they say in this order."""
-    is_open: bool
     parts: Naturals
     sizes: Naturals
     """Bytes of each part in a contribution."""

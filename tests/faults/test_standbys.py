@@ -338,8 +338,9 @@ def test_a_worker_and_a_server_may_be_lost_one_after_the_other(
     assert num_killed or not worker_first
 
 
-def test_a_push_of_a_replaced_worker_that_waits_for_others_outlives_the_server() -> None:
-    """Its first process does not wait for the answer; worker 1 pushes after both losses."""
+@pytest.mark.parametrize("later_s", [0.0, 11.5])
+def test_a_worker_and_a_server_may_be_lost_together(later_s: float) -> None:
+    """The worker has not waited for the answer to its push; worker 1 pushes after both losses."""
     simulation = simulation_of(1, standbys=1)
     seen: list[list[float]] = []
 
@@ -354,7 +355,7 @@ def test_a_push_of_a_replaced_worker_that_waits_for_others_outlives_the_server()
         for step in range(kept.step if kept else 0, 3):
             if step == 1 and not node.attempt and node.rank == 0:
                 simulation.at(simulation.now + 0.5, partial(simulation.restart, node, 0.1))
-                simulation.at(simulation.now + 12.0, partial(simulation.kill_server, 0))
+                simulation.at(simulation.now + 0.5 + later_s, partial(simulation.kill_server, 0))
             yield begin(keeper, loop, step, b"", kept)
             if step == 2:
                 break

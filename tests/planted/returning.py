@@ -56,7 +56,7 @@ BUGS = [
     Bug(
         "a step is kept before the pushes of the last one have arrived",
         "pslite/node/data.py",
-        "has_arrived = plane.everything_sent_before and office.links.everything_accepted(servers)",
+        "has_arrived = has_arrived and office.links.everything_accepted(servers)",
         "has_arrived = True",
         SEEDS,
     ),

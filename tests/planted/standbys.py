@@ -209,11 +209,11 @@ BUGS = [
         f"{FILE}::test_a_server_with_a_table_is_not_followed_by_a_standby_without_it",
     ),
     Bug(
-        "a standby does not keep what a lost worker has pushed to open rounds",
-        "pslite/node/standby.py",
-        "                self._plane.copies.keep_open(job)\n",
-        "",
-        f"{FILE}::test_a_push_of_a_replaced_worker_that_waits_for_others_outlives_the_server",
+        "a step begins before earlier pushes are on the standby",
+        "pslite/node/data.py",
+        "            if office.config.standbys:\n",
+        "            if False:\n",
+        f"{FILE}::test_a_worker_and_a_server_may_be_lost_together",
     ),
     Bug(
         "states are taken over when they are read, which no standby sees",
