@@ -35,6 +35,7 @@ from job import Job, Process
 from pslite.ids import NodeInfo
 from pslite.van.zmq.accepted import further_routing_id, make_routing_id
 from pslite.version import __version__
+from pslite.wire.base import Message
 from pslite.wire.codec import Envelope, encode
 from pslite.wire.messages import (
     Accepted,
@@ -45,9 +46,7 @@ from pslite.wire.messages import (
     Beat,
     Exchange,
     Leave,
-    MayReturn,
     Members,
-    Message,
     PartsFailed,
     Refused,
     Register,
@@ -55,14 +54,13 @@ from pslite.wire.messages import (
     Response,
     Roster,
     RoundWaits,
-    Seated,
     StaleEpoch,
     StatusQuestion,
     StatusReport,
     StatusSurvey,
-    Vacant,
     Waiting,
 )
+from pslite.wire.recovery import MayReturn, Seated, Vacant
 
 Frames = list[bytes]
 Door = tuple[str, int]

@@ -16,7 +16,8 @@ import numpy as np
 from pslite.errors import ProtocolError
 from pslite.memory.heap import Heap
 from pslite.memory.segment import Bytes, Ticket, map_copy_on_write, map_segment
-from pslite.wire.messages import Ints, SegmentOffer, SegmentTaken
+from pslite.wire.base import Ints
+from pslite.wire.messages import SegmentOffer, SegmentTaken
 
 MIN_SHARED_BYTES = 1024
 """Smaller frames are sent as bytes, because copying them is faster."""

@@ -17,7 +17,8 @@ from pslite.node.peer_watch import PeerWatch, beat_at
 from pslite.node.report import Reporter
 from pslite.node.same_machine import LocalPeers
 from pslite.protocol.membership import Gone, LossReports
-from pslite.wire.messages import Beat, Leave, MayReturn, Members
+from pslite.wire.messages import Beat, Leave, Members
+from pslite.wire.recovery import MayReturn
 
 SCHEDULER = "scheduler"
 """The name under which every node connects to the scheduler."""

@@ -32,7 +32,14 @@ from pslite.plane import (
     Transfer,
     WorkerPlane,
 )
-from pslite.wire.messages import Answer, Exchange, Message, PartsFailed, RoundWaits, StaleEpoch
+from pslite.wire.base import Message
+from pslite.wire.messages import (
+    Answer,
+    Exchange,
+    PartsFailed,
+    RoundWaits,
+    StaleEpoch,
+)
 from pslite.wire.survey import LEAST_WAIT_S, Wait
 
 #: The messages of the data plane.

@@ -18,8 +18,9 @@ from pslite.errors import ConfigError, ProtocolError, UsageError
 from pslite.memory.sharing import Sharing
 from pslite.protocol.channel import Channel, Outgoing
 from pslite.van.base import Received, Van, size_of
+from pslite.wire.base import Message
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
-from pslite.wire.messages import Accepted, Message, Refused, StatusQuestion
+from pslite.wire.messages import Accepted, Refused, StatusQuestion
 
 #: Payloads smaller than this do not count as in flight: their frames are sent by copy.
 _SMALL_BYTES = 4096

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pslite.ids import NodeInfo, Role
-from pslite.wire.messages import Message
+from pslite.wire.base import Message
 
 Write = Callable[[str], None]
 

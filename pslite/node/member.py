@@ -31,17 +31,20 @@ from pslite.wire.messages import (
     Deadlock,
     Leave,
     Members,
-    Recorded,
     Refused,
     Register,
-    RequestRecord,
     Roster,
+    StatusQuestion,
+    Waiting,
+)
+from pslite.wire.recovery import (
+    PayloadPiece,
+    Recorded,
+    RequestRecord,
     RoundRecord,
     Seated,
     StandsBy,
-    StatusQuestion,
     Vacant,
-    Waiting,
 )
 
 #: How much longer than the scheduler a member waits for the cluster to be complete.
@@ -100,7 +103,7 @@ class MemberControl(NodeControl):
             primary = self._office.traffic.primary
             if primary is not None and primary.is_standby(delivery.peer):
                 primary.told(message)
-        elif isinstance(message, RoundRecord | RequestRecord):
+        elif isinstance(message, RoundRecord | RequestRecord | PayloadPiece):
             if self._office.traffic.standby is not None:
                 self._office.traffic.standby.arrived(delivery)
         elif delivery.peer != SCHEDULER:

@@ -15,7 +15,14 @@ from pslite.node.data import MESSAGES as DATA_MESSAGES
 from pslite.node.links import Delivery
 from pslite.node.same_machine import MESSAGES as NEARBY_MESSAGES
 from pslite.van.base import size_of
-from pslite.wire.messages import SENDERS, Message, Register, Request, Response, StatusQuestion
+from pslite.wire.base import Message
+from pslite.wire.messages import (
+    SENDERS,
+    Register,
+    Request,
+    Response,
+    StatusQuestion,
+)
 
 #: The messages of roster nodes that ``control`` does not handle.
 FROM_MEMBERS: frozenset[type[Message]] = frozenset(

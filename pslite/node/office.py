@@ -16,7 +16,7 @@ from pslite.node.log import Log
 from pslite.node.pool import Pool
 from pslite.protocol.membership import Membership
 from pslite.van.base import Van
-from pslite.wire.messages import Message
+from pslite.wire.base import Message
 
 
 class Control(Protocol):

@@ -14,7 +14,8 @@ from pslite.memory.sharing import PATIENCE_S
 from pslite.node.links import Delivery
 from pslite.node.office import Office
 from pslite.van.base import PipeTicket
-from pslite.wire.messages import Message, PipeOffer, SegmentOffer, SegmentTaken
+from pslite.wire.base import Message
+from pslite.wire.messages import PipeOffer, SegmentOffer, SegmentTaken
 
 #: The messages by which nodes of one machine agree on shared memory and pipes.
 MESSAGES = (SegmentOffer, SegmentTaken, PipeOffer)

@@ -33,17 +33,15 @@ from pslite.wire.messages import (
     Deadlock,
     Leave,
     LongWait,
-    MayReturn,
     Members,
     Refused,
     Register,
     Roster,
-    StandsBy,
     StatusQuestion,
     StatusReport,
-    Vacant,
     Waiting,
 )
+from pslite.wire.recovery import MayReturn, StandsBy, Vacant
 
 #: How often to check for barriers that have been open for a long time.
 _LOOK_INTERVAL_S = 0.5

@@ -21,11 +21,9 @@ from pslite.wire.messages import (
     Members,
     Refused,
     Roster,
-    Seated,
-    StandsBy,
-    Vacant,
     Waiting,
 )
+from pslite.wire.recovery import Seated, StandsBy, Vacant
 
 #: How often to look at vacant seats and at processes that ask for one.
 _LOOK_INTERVAL_S = 1.0

@@ -31,15 +31,15 @@ from pslite.plane import (
     frames_of,
     piece_from,
 )
-from pslite.protocol.replication import Journal, Replay, Turns
+from pslite.protocol.replication import Journal, Replay, Turns, from_pieces, in_pieces
 from pslite.van.base import size_of
-from pslite.wire.messages import (
+from pslite.wire.base import Ints, Message
+from pslite.wire.messages import Request, Response
+from pslite.wire.recovery import (
     MayReturn,
-    Message,
+    PayloadPiece,
     Recorded,
-    Request,
     RequestRecord,
-    Response,
     RoundRecord,
 )
 
@@ -91,8 +91,6 @@ class Primary:
         #: The process that is to be filled next.
         self._awaited: NodeInfo | None = None
         self._when_alone: list[Callable[[], None]] = []
-        #: Whether a record was too large for a message, so that there can be no standby.
-        self._is_halted = False
         #: The last record of the state that fills a new standby. Until it is stored, answers do not
         #: wait for records.
         self._filled_at = 0
@@ -140,9 +138,8 @@ class Primary:
             nbytes = sum(size_of(frame) for record in records for frame in record.frames)
             self.standby, self._journal = standby, self._new_journal(nbytes)
             self._filled_at = self._in_sync_at = len(records) + 1
-            for record in records:
+            for record in (*records, StateRecord(0, 0, b"", ())):
                 self._ask_standby(record)
-            self._ask_standby(StateRecord(0, 0, b"", ()))
 
     def _try_again(self) -> None:
         if self._awaited is not None:
@@ -160,7 +157,9 @@ class Primary:
 
     def _ask_standby(self, r: StateRecord) -> None:
         self._record(
-            lambda number: RequestRecord(number, True, r.sender, "", 0, 0, 0, r.head, r.body),
+            lambda number, lengths: RequestRecord(
+                number, True, r.sender, "", 0, 0, 0, r.head, r.body, lengths
+            ),
             list(r.frames),
             _nothing,
             is_copy=True,
@@ -190,7 +189,7 @@ class Primary:
 
     def _record(
         self,
-        make: Callable[[int], Message],
+        make: Callable[[int, Ints], Message],
         frames: list[Any],
         then: Callable[[], None],
         *,
@@ -198,26 +197,35 @@ class Primary:
     ) -> None:
         """Send a record; call ``then`` once the standby has it.
 
-        ``is_copy`` says that the frames change only after the standby has done with them.
+        ``make`` is called with its number, and with the bytes of each frame if the first of these
+        bytes have gone before it. ``is_copy`` says that the frames change only after the standby
+        has done with them.
         """
-        office, nbytes = self._office, sum(map(size_of, frames))
-        if self.standby is not None and nbytes > office.config.max_message_bytes:
-            self._is_halted = True
-            office.control.say_whether_to_return(False)
         if self.standby is None:
             then()
             return
-        if self._is_halted:  # the standby stays as it was, and nothing later is answered
-            self._when_alone.append(then)
-            return
+        office, nbytes = self._office, sum(map(size_of, frames))
         waits = not self._filled_at or self._journal.is_crowded
         if not waits and not is_copy:
             frames = list(map(bytes, frames))  # they may change before the standby has them
-        number = self._journal.add(frames, nbytes, then if waits else _nothing)
-        epoch, now = office.membership.epoch, office.clock()
-        office.links.send(self.standby.uid, make(number), frames, epoch, now)
+        lengths: Ints = ()
+        if nbytes > office.config.max_message_bytes:
+            lengths = tuple(map(size_of, frames))
+            *before, frames = in_pieces(frames, office.config.max_message_bytes)
+            for piece in before:
+                self._send_record(PayloadPiece, piece, _nothing)
+        self._send_record(lambda n: make(n, lengths), frames, then if waits else _nothing)
         if not waits:
             then()
+
+    def _send_record(
+        self, make: Callable[[int], Message], frames: list[Any], then: Callable[[], None]
+    ) -> None:
+        office = self._office
+        message = make(self._journal.add(frames, sum(map(size_of, frames)), then))
+        if self.standby is not None:
+            epoch, now = office.membership.epoch, office.clock()
+            office.links.send(self.standby.uid, message, frames, epoch, now)
 
     # -- rounds ------------------------------------------------------------------------
 
@@ -256,7 +264,7 @@ class Primary:
             counts.append(len(mine))
             frames += mine
         self._record(
-            lambda number: RoundRecord(
+            lambda number, lengths: RoundRecord(
                 number,
                 job.parts,
                 job.push_sizes,
@@ -264,6 +272,7 @@ class Primary:
                 rounds,
                 tuple(forms),
                 tuple(counts),
+                lengths,
             ),
             frames,
             then,
@@ -302,7 +311,7 @@ class Primary:
         r = incoming.request
         uid = self._office.membership.uids.get(incoming.sender, "")
         self._record(
-            lambda number: RequestRecord(
+            lambda number, lengths: RequestRecord(
                 number,
                 is_alone,
                 incoming.sender,
@@ -312,6 +321,7 @@ class Primary:
                 r.request_id,
                 r.head,
                 r.body,
+                lengths,
             ),
             list(incoming.frames),
             partial(self._handle, incoming, handle, ended),
@@ -350,6 +360,8 @@ class Standby:
         self._replay: Replay[tuple[Message, Sequence[Any]]] = Replay()
         self._turns = Turns()
         self._answers: dict[Question, Answer] = {}
+        #: Pieces of the payload of the next record.
+        self._pieces = bytearray()
         self._is_telling = False
 
     def begin(self, primary: NodeInfo) -> None:
@@ -363,16 +375,27 @@ class Standby:
         if self.primary is None or delivery.peer != self.primary.uid:
             return
         message = delivery.message
-        if isinstance(message, RoundRecord | RequestRecord):
+        if isinstance(message, RoundRecord | RequestRecord | PayloadPiece):
             for record, frames in self._replay.arrived(
                 message.number, (message, list(delivery.frames))
             ):
-                if isinstance(record, RoundRecord):
-                    self._turns.add(partial(self._repeat_round, record, frames))
-                elif isinstance(record, RequestRecord):
-                    begin = partial(self._repeat_request, record, frames)
-                    self._turns.add(begin, alone=record.is_alone)
+                self._take(record, frames)
             self._tell()
+
+    def _take(self, record: Message, frames: Sequence[Any]) -> None:
+        """Handle the next record."""
+        if isinstance(record, PayloadPiece):
+            self._pieces += b"".join(frames)
+            self._replay.has_done(record.number)
+        elif isinstance(record, RoundRecord | RequestRecord):
+            if record.lengths:
+                self._pieces += b"".join(frames)
+                frames, self._pieces = from_pieces(self._pieces, record.lengths), bytearray()
+            if isinstance(record, RoundRecord):
+                self._turns.add(partial(self._repeat_round, record, frames))
+            else:
+                begin = partial(self._repeat_request, record, frames)
+                self._turns.add(begin, alone=record.is_alone)
 
     def _tell(self) -> None:
         """Tell the server what is stored and done, once for all that has just arrived."""

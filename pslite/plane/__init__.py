@@ -52,7 +52,7 @@ from pslite.plane.transfer import Sink, Transfer
 from pslite.plane.unit import NO_SIZE, OpenRound
 from pslite.plane.worker import WorkerPlane
 from pslite.protocol.rounds import Batch
-from pslite.wire.messages import Ints
+from pslite.wire.base import Ints
 
 __all__ = [
     "NO_SIZE",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pslite.errors import ProtocolError
 from pslite.protocol.rounds import Batch
-from pslite.wire.messages import Ints, Message
+from pslite.wire.base import Ints, Message
 
 Buffer = Any
 """Anything with the buffer protocol, C-contiguous."""

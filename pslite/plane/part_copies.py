@@ -12,7 +12,7 @@ from pslite.errors import ProtocolError
 from pslite.plane.interface import Job, Piece, ServerApp
 from pslite.plane.unit import Parts
 from pslite.protocol.rounds import Batch
-from pslite.wire.messages import Ints
+from pslite.wire.base import Ints
 
 
 class PartCopies:

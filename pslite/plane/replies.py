@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from pslite.errors import told
 from pslite.plane.interface import Buffer, Formed, Send, ServerApp
-from pslite.wire.messages import Answer, Ints, PartsFailed
+from pslite.wire.base import Ints
+from pslite.wire.messages import Answer, PartsFailed
 
 #: The most parts in one answer; each may need its own frame.
 _MAX_PARTS = 4096

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pslite.errors import ProtocolError, PSError, UsageError
 from pslite.ids import rank_of, role_of
 from pslite.plane.interface import Buffer, Piece, cut
-from pslite.wire.messages import Ints
+from pslite.wire.base import Ints
 
 Sink = Callable[[Sequence[int], Sequence[Piece], Sequence[int]], None]
 """A function of (indices into the transfer's parts, their values, their versions)."""

@@ -19,7 +19,8 @@ from pslite.errors import ProtocolError, UsageError
 from pslite.plane.interface import Formed, Job, Piece, Row, piece_of
 from pslite.plane.replies import Replies, Source, Value
 from pslite.protocol.rounds import Batch, Rounds, Verdict
-from pslite.wire.messages import Ints, RoundWaits
+from pslite.wire.base import Ints
+from pslite.wire.messages import RoundWaits
 
 NO_SIZE = -1
 """The size of a part without a plain value: its contributions have the app's own form."""

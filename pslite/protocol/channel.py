@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pslite.wire.messages import Ints, Message
+from pslite.wire.base import Ints, Message
 
 #: The most numbers above the low-water mark in one acknowledgement.
 MAX_ALSO = 64

@@ -22,10 +22,14 @@ al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Generic, TypeVar
 
+from pslite.errors import ProtocolError
+
 Action = Callable[[], None]
+Buffer = bytes | memoryview
 R = TypeVar("R")
 
 
@@ -120,6 +124,31 @@ class Replay(Generic[R]):
     def drop_early(self) -> None:
         """Forget the records that follow a missing one, which will not come."""
         self._early.clear()
+
+
+def in_pieces(frames: Sequence[Buffer], most_bytes: int) -> Iterator[list[memoryview]]:
+    """Yield the bytes of a payload in pieces, as frames; nothing is copied."""
+    piece, room = list[memoryview](), most_bytes
+    for frame in frames:
+        view = memoryview(frame).cast("B")
+        while len(view):
+            piece.append(view[:room])
+            room, view = room - len(piece[-1]), view[room:]
+            if not room:
+                yield piece
+                piece, room = [], most_bytes
+    yield piece
+
+
+def from_pieces(payload: bytearray, lengths: Sequence[int]) -> list[memoryview]:
+    """Return the frames of a payload that came in pieces.
+
+    Raises ``ProtocolError`` if bytes are missing.
+    """
+    if sum(lengths) != len(payload):
+        raise ProtocolError(f"expected a payload of {sum(lengths)} bytes, got {len(payload)}")
+    view = memoryview(payload).toreadonly()
+    return [view[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 class Turns:

@@ -24,7 +24,13 @@ import msgpack
 
 from pslite.errors import ProtocolError, UsageError
 from pslite.ids import NodeInfo
-from pslite.wire.messages import ALL_MESSAGES, Ints, Message, Nodes, Texts
+from pslite.wire.base import (
+    Ints,
+    Message,
+    Nodes,
+    Texts,
+)
+from pslite.wire.messages import ALL_MESSAGES
 
 VERSION = 7
 MAX_HEADER_BYTES = 16 << 20

@@ -2,50 +2,26 @@
 
 Read it as a dialogue: joining, barriers, leaving, then data (rounds of parts), then requests of
 apps, then questions of observers. ``docs/wire.md`` numbers the same messages; a test checks that
-they agree. This module does no I/O. Read next: ``codec.py``, which turns messages into frames and
-back.
-
-``Ints`` fields are sent as packed little-endian 64-bit words, one word per element, so a message
-about hundreds of parts needs no parsing element by element.
+they agree. ``recovery.py`` has those about lost nodes. This module does no I/O. Read next:
+``codec.py``, which turns messages into frames and back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pslite.ids import NodeInfo
-
-Ints = tuple[int, ...]
-Natural = Annotated[int, "never negative"]
-Naturals = Annotated[Ints, "never negative"]
-Texts = tuple[str, ...]
-Nodes = tuple[NodeInfo, ...]
-
-
-@dataclass(eq=False, repr=False)
-class Message:
-    """Base of all messages: values that do not change once they are made.
-
-    Subclasses are dataclasses that inherit equality and ``repr`` from here and are not frozen. So
-    every process of a job defines them in a quarter of the time, and makes each message faster.
-    """
-
-    __slots__: ClassVar[tuple[str, ...]] = ()
-
-    #: Whether the message is numbered, acknowledged and resent until it is accepted.
-    RELIABLE: ClassVar[bool] = True
-    #: Fields that must have the same number of elements.
-    PARALLEL: ClassVar[tuple[str, ...]] = ()
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and all(
-            getattr(self, name) == getattr(other, name) for name in self.__slots__
-        )
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
-        return f"{type(self).__name__}({shown})"
+from pslite.wire.base import Message, Natural, Naturals, Nodes, Texts
+from pslite.wire.recovery import (
+    MayReturn,
+    PayloadPiece,
+    Recorded,
+    RequestRecord,
+    RoundRecord,
+    Seated,
+    StandsBy,
+    Vacant,
+)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -135,108 +111,6 @@ class Members(Message):
     left: Naturals
     """1 if the node said goodbye, 0 if it was lost; parallel to ``gone``."""
     reasons: Texts
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Vacant(Message):
-    """The process of a node is lost, and its seat waits for another process.
-
-    From a member it is a report to the scheduler, which decides.
-    """
-
-    node: Natural
-    """The node id."""
-    attempt: Natural
-    """How many processes had the seat before the lost one."""
-    reason: str
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Seated(Message):
-    """A process has taken the seat of a lost one, which is ignored from now on."""
-
-    node: Nodes
-    """One entry, which replaces that of the roster."""
-    attempt: Natural
-    """How many processes had the seat before this one."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class MayReturn(Message):
-    """Whether another process could go on in the sender's place if it is lost."""
-
-    yes: bool
-
-
-# -- standbys: scheduler -> server and standby, server <-> standby --------------------------
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class StandsBy(Message):
-    """Who stands by for whom: to a standby its server, to a server its standby.
-
-    Without an entry: the server has no standby any more, or the standby is no longer needed. From
-    a server to the scheduler that means that it has lost its standby.
-    """
-
-    node: Nodes
-    """One entry or none."""
-    for_receiver: bool
-    """Whether that process stands by for the receiver; else the receiver stands by for it."""
-    number: Natural
-    """Counts the scheduler's messages: a server ignores those before the last one that it has
-    handled, and names that one in its own message."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class RoundRecord(Message):
-    """A round that a server applies, for its standby, which applies it too.
-
-    The payload frames hold the contributions, or their sum as a single one.
-    """
-
-    PARALLEL: ClassVar[tuple[str, ...]] = ("ranks", "rounds")
-    number: Natural
-    """The number of the record; the standby does what they say in this order."""
-    parts: Naturals
-    sizes: Naturals
-    """Bytes of each part in a contribution."""
-    ranks: Naturals
-    rounds: Naturals
-    """Rank and round of each contribution; parallel."""
-    forms: Naturals
-    """For each payload the app's own form (``Exchange``), or 0."""
-    frames: Naturals
-    """For each payload the number of its frames."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class RequestRecord(Message):
-    """A request that a server carries out, for its standby, which does so too."""
-
-    number: Natural
-    """As in ``RoundRecord``."""
-    is_alone: bool
-    """Whether earlier records must be over before it, and later ones begin after it."""
-    sender: Natural
-    """The node id of the asker."""
-    uid: str
-    """The asker's name in the van, which tells it from other processes of its seat."""
-    app: Natural
-    customer: Natural
-    request_id: Natural
-    head: int
-    body: bytes
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Recorded(Message):
-    """The records that a standby has."""
-
-    stored: Natural
-    """It has all records up to this number, so they outlive the server."""
-    done: Natural
-    """It has done what all records up to this number say, and no longer reads their frames."""
 
 
 # -- barriers: node <-> scheduler ---------------------------------------------------------
@@ -510,6 +384,7 @@ ALL_MESSAGES: dict[int, type[Message]] = {
     31: RoundRecord,
     32: RequestRecord,
     33: Recorded,
+    34: PayloadPiece,
 }
 """The messages by their numbers on the wire."""
 
@@ -518,7 +393,7 @@ _SENT_BY: list[tuple[set[str], tuple[type[Message], ...]]] = [
     ({"scheduler"}, (StatusQuestion, StatusSurvey, Seated)),
     ({"server"}, (Answer, PartsFailed, StaleEpoch, RoundWaits)),
     ({"scheduler", "server"}, (StandsBy,)),
-    ({"server"}, (RoundRecord, RequestRecord, Recorded)),
+    ({"server"}, (RoundRecord, RequestRecord, Recorded, PayloadPiece)),
     ({"server", "worker"}, (MayReturn,)),
     ({"worker"}, (Exchange, LongWait)),
     ({"server", "worker"}, (Register, BarrierEnter, SegmentOffer, SegmentTaken, StatusReport)),

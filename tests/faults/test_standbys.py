@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+import pslite.node.standby
 from kvstore import RowSparseArray, optimizer
 from kvstore.optimizer.serialize import to_plain
 from kvstore.protocol.requests import STORE_APP, StoreCall, pack
@@ -24,9 +25,10 @@ from pslite.errors import NodeLostError
 from pslite.future import gather
 from pslite.ids import SCHEDULER_ID
 from pslite.node.links import Delivery
+from pslite.protocol.replication import Buffer, in_pieces
 from pslite.protocol.succession import Standing
 from pslite.testing.simulator import Faults, Simulation
-from pslite.wire.messages import RequestRecord
+from pslite.wire.recovery import RequestRecord
 from tests.faults import returning
 from tests.faults.returning import (
     MakeScript,
@@ -762,3 +764,34 @@ def test_a_server_waits_for_a_standby_that_is_far_behind_and_then_goes_on() -> N
     simulation.until(lambda: is_quiet(server), simulation.now + 10.0)
     assert_nothing_is_left(*pair)
     simulation.finish()
+
+
+@pytest.mark.parametrize(
+    ("name", "most_bytes"), [("sync", 64), ("rows that are replaced", 130), ("dtypes", 130)]
+)
+def test_what_is_too_large_for_a_message_goes_in_pieces(
+    name: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of rounds, and the state of a server whose first standby has taken its place."""
+    make = {**SCRIPTS, **PLAIN}[name]
+    cut: list[int] = []
+
+    def counting(frames: Sequence[Buffer], most: int) -> Iterator[list[memoryview]]:
+        assert most == most_bytes
+        cut.append(len(frames))
+        return in_pieces(frames, most)
+
+    monkeypatch.setattr(pslite.node.standby, "in_pieces", counting)
+    _, expected = without_kill(make)
+    simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+
+    def limit(node: Postoffice) -> None:
+        object.__setattr__(node.config, "max_message_bytes", most_bytes)
+
+    for node in (*simulation.servers, *simulation.standbys.values()):
+        limit(node)
+    simulation.at(2.0, partial(simulation.kill_server, 0))
+    simulation.at(4.0, partial(simulation.start_standby, 0))
+    run_to_rest(simulation, slowed(make(results), 0.3))
+    assert set(results.values()) == {expected}
+    assert cut and simulation.standbys

@@ -18,6 +18,7 @@ from pslite.errors import NodeLostError, UsageError
 from pslite.ids import SCHEDULER_ID, NodeInfo
 from pslite.node.message_filter import OUT_OF_ROLE
 from pslite.protocol.barrier import MAX_OPEN
+from pslite.wire.base import Message
 from pslite.wire.messages import (
     Answer,
     BarrierEnter,
@@ -26,18 +27,19 @@ from pslite.wire.messages import (
     Exchange,
     LongWait,
     Members,
-    Message,
     PartsFailed,
-    Recorded,
-    RequestRecord,
     Roster,
     RoundWaits,
-    Seated,
     StaleEpoch,
-    StandsBy,
     StatusQuestion,
-    Vacant,
     Waiting,
+)
+from pslite.wire.recovery import (
+    Recorded,
+    RequestRecord,
+    Seated,
+    StandsBy,
+    Vacant,
 )
 
 

@@ -24,7 +24,7 @@ from kvstore.stores.base import KVStore
 from pslite import Postoffice
 from pslite.memory.segment import HEADER_BYTES
 from pslite.memory.sharing import Sharing
-from pslite.wire.messages import Ints
+from pslite.wire.base import Ints
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")
 

@@ -17,13 +17,13 @@ from pslite.node.links import Links
 from pslite.node.message_filter import EARLY, UNLISTED
 from pslite.testing.inproc import InprocVan
 from pslite.van.base import Van
+from pslite.wire.base import Message
 from pslite.wire.messages import (
     BarrierEnter,
     Beat,
     Exchange,
     Leave,
     Members,
-    Message,
     Refused,
     Register,
     Request,

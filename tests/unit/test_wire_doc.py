@@ -39,6 +39,12 @@ from pslite.van import base as van
 from pslite.van.base import TOTAL_PER_FRAME
 from pslite.van.cutting import MARK, PIECE_BYTES
 from pslite.van.zmq.pipes import MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES, MAX_PIPES
+from pslite.wire.base import (
+    Ints,
+    Message,
+    Nodes,
+    Texts,
+)
 from pslite.wire.codec import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
@@ -55,10 +61,6 @@ from pslite.wire.messages import (
     SENDERS,
     Accepted,
     Exchange,
-    Ints,
-    Message,
-    Nodes,
-    Texts,
 )
 from pslite.wire.survey import (
     MAX_NAMED,

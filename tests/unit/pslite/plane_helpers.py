@@ -31,7 +31,13 @@ from pslite.plane import (
     WorkerPlane,
 )
 from pslite.protocol.channel import Channel, Outgoing
-from pslite.wire.messages import Answer, Exchange, Ints, Message, PartsFailed, StaleEpoch
+from pslite.wire.base import Ints, Message
+from pslite.wire.messages import (
+    Answer,
+    Exchange,
+    PartsFailed,
+    StaleEpoch,
+)
 
 SERVER = 8
 """Node id of the only server of a test."""

@@ -14,7 +14,8 @@ from pslite.ids import Role, node_id
 from pslite.node.data import Traffic
 from pslite.plane import Send
 from pslite.protocol.membership import Membership
-from pslite.wire.messages import Answer, Message, PartsFailed, RoundWaits
+from pslite.wire.base import Message
+from pslite.wire.messages import Answer, PartsFailed, RoundWaits
 
 LIMIT = 100
 

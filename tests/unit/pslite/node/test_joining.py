@@ -14,7 +14,9 @@ from pslite.ids import NodeInfo, Role, node_id
 from pslite.node.control import SCHEDULER
 from pslite.node.io_queue import Timers
 from pslite.node.member import MemberControl
-from pslite.wire.messages import Message, Register, Roster, StandsBy, Waiting
+from pslite.wire.base import Message
+from pslite.wire.messages import Register, Roster, Waiting
+from pslite.wire.recovery import StandsBy
 
 NODES = tuple(
     NodeInfo(role, 0, uid, number, "", "alpha", "k", number)

@@ -14,8 +14,16 @@ from pslite.memory.heap import Heap
 from pslite.memory.sharing import Sharing
 from pslite.node.links import MAX_STRANGERS, TELL_AFTER_S, TELL_BYTES, Delivery, Links
 from pslite.van.base import Buffer, Received, Van, VanEvent
+from pslite.wire.base import Message
 from pslite.wire.codec import VERSION, Envelope, decode, encode, pack_value
-from pslite.wire.messages import Accepted, Beat, Leave, Message, Refused, Request, StatusQuestion
+from pslite.wire.messages import (
+    Accepted,
+    Beat,
+    Leave,
+    Refused,
+    Request,
+    StatusQuestion,
+)
 
 
 class Wire(Van):

@@ -24,7 +24,8 @@ from plane_helpers import (
 
 from pslite.errors import ProtocolError
 from pslite.plane import Piece, ServerPlane, WorkerPlane
-from pslite.wire.messages import Answer, Exchange, Ints, Message, StaleEpoch
+from pslite.wire.base import Ints, Message
+from pslite.wire.messages import Answer, Exchange, StaleEpoch
 
 ONE = counts(1)
 OTHER = 10

@@ -18,7 +18,8 @@ from plane_helpers import (
 )
 
 from pslite.errors import NodeLostError, ProtocolError
-from pslite.wire.messages import Exchange, Ints, PartsFailed
+from pslite.wire.base import Ints
+from pslite.wire.messages import Exchange, PartsFailed
 
 # -- errors -------------------------------------------------------------------------------
 

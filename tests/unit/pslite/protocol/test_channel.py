@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pslite.protocol.channel import MAX_ALSO, MAX_BACKOFF, RECEIVE_WINDOW, Channel, Outgoing
-from pslite.wire.messages import Beat, Ints, Refused
+from pslite.wire.base import Ints
+from pslite.wire.messages import Beat, Refused
 
 TIMEOUT_S = 1.0
 

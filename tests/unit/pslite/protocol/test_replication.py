@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pslite.protocol.replication import Journal, Replay, Turns
+from pslite.errors import ProtocolError
+from pslite.protocol.replication import Journal, Replay, Turns, from_pieces, in_pieces
 
 
 def said(log: list[int], number: int) -> Callable[[], None]:
@@ -164,3 +165,20 @@ def test_idle_means_that_nothing_runs_or_waits(alone: bool) -> None:
     assert log == [1, 2, 9]
     turns.when_idle(said(log, 10))
     assert log[-1] == 10
+
+
+# -- large payloads -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most_bytes", [1, 3, 4, 7, 100])
+def test_a_payload_in_pieces_has_the_same_frames_again(most_bytes: int) -> None:
+    frames = [b"", b"abc", b"d", memoryview(b"efghijk"), b""]
+    pieces = list(in_pieces(frames, most_bytes))
+    assert all(sum(map(len, piece)) <= most_bytes for piece in pieces)
+    whole = bytearray(b"".join(each for piece in pieces for each in piece))
+    assert from_pieces(whole, tuple(map(len, frames))) == frames
+
+
+def test_a_payload_that_lacks_a_piece_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="expected a payload of 5 bytes, got 4"):
+        from_pieces(bytearray(b"abcd"), (2, 3))

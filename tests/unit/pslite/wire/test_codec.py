@@ -15,6 +15,14 @@ from hypothesis import strategies as st
 
 from pslite.errors import ProtocolError, PSError, UsageError
 from pslite.ids import NodeInfo
+from pslite.wire.base import (
+    Ints,
+    Message,
+    Natural,
+    Naturals,
+    Nodes,
+    Texts,
+)
 from pslite.wire.codec import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
@@ -33,17 +41,11 @@ from pslite.wire.messages import (
     Accepted,
     BarrierEnter,
     Beat,
-    Ints,
     Leave,
-    Message,
-    Natural,
-    Naturals,
-    Nodes,
     Register,
     Request,
     Roster,
     RoundWaits,
-    Texts,
     Waiting,
 )
 
