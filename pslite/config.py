@@ -122,10 +122,7 @@ class Config:
         "connections from its own machine (security.md)",
     )
     job_key_fd: int | None = _setting(
-        "PS_JOB_KEY_FD",
-        None,
-        "inherited file descriptor from which the job's key is read",
-        most=2**31 - 1,
+        "PS_JOB_KEY_FD", None, "inherited file descriptor with the job's key", most=2**31 - 1
     )
     security: str = _setting(
         "PS_SECURITY",
@@ -169,9 +166,12 @@ class Config:
     rejoin_timeout_s: float = _setting(
         "PS_REJOIN_TIMEOUT",
         0.0,
-        "seconds that a job waits for a process that takes the place of a lost worker "
-        "(recovery.md); 0: the loss ends the job. kvstore-launch --restarts sets it to 60",
+        "seconds that a job waits for a process that takes the place of a lost worker or of the "
+        "scheduler (recovery.md); 0: a loss ends the job. kvstore-launch --restarts sets it to 60",
         least=0,
+    )
+    scheduler_journal: str = _setting(
+        "PS_SCHEDULER_JOURNAL", "", "file from which the next scheduler goes on (recovery.md)"
     )
     standbys: int = _setting(
         "PS_STANDBYS",

@@ -65,8 +65,9 @@ class NodeControl(abc.ABC):
         self._beats = office.io_queue.timers.new(self._beat)
         self._barrier_rounds: Counter[int] = Counter()
         self._loss_reports = LossReports()
-        #: Whether another process can never go on in this one's place.
+        #: Whether another process can never go on in this one's place; and what was said last.
         self._never_returns = False
+        self._last_word: bool | None = None
         self.on_seated: list[Callable[[NodeInfo], None]] = []
 
     # -- gathering ---------------------------------------------------------------------
@@ -114,7 +115,7 @@ class NodeControl(abc.ABC):
         office = self._office
         if self._never_returns:
             return
-        self._never_returns = not yes
+        self._never_returns, self._last_word = not yes, yes
         office.io_queue.call(lambda: office.send(SCHEDULER_ID, MayReturn(yes)))
 
     # -- who is gone -------------------------------------------------------------------

@@ -196,6 +196,10 @@ class Customers:
         self._waiting_apps: set[int] = set()
         #: Apps of which a standby repeats the requests: the next process can be asked again.
         self.repeated_apps: set[int] = set()
+        #: Nodes of which the next process repeats all requests.
+        self.repeating_nodes: set[int] = set()
+        #: Returns the handler to use for an app that waits for others, instead of its own.
+        self.wrap: Callable[[int, Handler], Handler] = lambda _, handler: handler
 
     @property
     def is_at_work(self) -> bool:
@@ -210,6 +214,7 @@ class Customers:
         """
         if waits_for_others:
             self._waiting_apps.add(app)
+            handler = self.wrap(app, handler)
         if app in self._handlers:
             raise UsageError(f"this node already has an app {app}; choose another number")
         self._handlers[app] = handler
@@ -267,7 +272,7 @@ class Customers:
         send = self._send if ordered else self._hand_over
         request_id = self.pending.open(nodes, future)
         message = Request(app, customer, request_id, head, body)
-        if app in self.repeated_apps:
+        if app in self.repeated_apps or self.repeating_nodes.issuperset(nodes):
             self.pending.keep(request_id, message, frames)
         try:
             for node in nodes:
@@ -301,6 +306,12 @@ class Customers:
             self._early_bytes = nbytes
         else:
             incoming.fail(UsageError(f"this node does not have an app {message.app}"))
+
+    def repeated(self, sender: int, message: Request) -> Incoming:
+        """Return a request of a node that another process had got before."""
+        attempt = self._replaced[sender] if self._replaced else 0
+        self._open[message.app] += 1
+        return Incoming(sender, message, (), self._responded, False, attempt)
 
     def response_arrived(self, sender: int, message: Response, frames: Sequence[Any]) -> None:
         if not message.kind:

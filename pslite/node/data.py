@@ -19,7 +19,9 @@ from pslite.ids import SCHEDULER_ID, NodeInfo, Role, node_id, rank_of, role_of
 from pslite.node.customer import Handler, Incoming
 from pslite.node.links import Delivery
 from pslite.node.office import Office
-from pslite.node.standby import Outcomes, Primary, Standby
+from pslite.node.primary import Primary
+from pslite.node.recorded_requests import Answers
+from pslite.node.standby import Outcomes, Standby
 from pslite.plane import (
     Effect,
     Ints,
@@ -40,10 +42,14 @@ from pslite.wire.messages import (
     RoundWaits,
     StaleEpoch,
 )
+from pslite.wire.recovery import PayloadPiece, Recorded, RequestRecord, RoundRecord
 from pslite.wire.survey import LEAST_WAIT_S, Wait
 
 #: The messages of the data plane.
 MESSAGES: tuple[type[Message], ...] = (Exchange, Answer, PartsFailed, StaleEpoch, RoundWaits)
+
+#: The messages between a server and its standby.
+RECORDS = (RoundRecord, RequestRecord, PayloadPiece, Recorded)
 
 #: Jobs of at most this many bytes run on the I/O thread: waking another thread takes longer.
 _QUICK_BYTES = 1 << 18
@@ -57,6 +63,8 @@ _SLOW_S = 0.005
 _SLOW_IN_A_ROW = 3
 #: Slow jobs are counted for at most this many lanes.
 _MOST_LANES = 4096
+#: The most answers to requests that are remembered.
+_MOST_ANSWERS = 256
 #: How often ``tick`` must be called.
 TICK_INTERVAL_S = 1.0
 
@@ -84,6 +92,8 @@ class Traffic:
         #: the place of its server.
         self.primary: Primary | None = None
         self.standby: Standby | None = None
+        #: What this server has answered, or the one whose place it has taken.
+        self._answers = Answers(_MOST_ANSWERS)
         #: What all stores of this node share; it is kept as long as the node.
         self.shared: Any = None
         #: Completes when the step that begins has begun.
@@ -105,9 +115,11 @@ class Traffic:
         self._server = plane
         apply = partial(_outcomes, plane)
         if self._office.config.standbys:
-            self.primary = Primary(self._office, plane, apply, self._execute, self.carry_out)
+            self.primary = Primary(
+                self._office, plane, apply, self._execute, self.carry_out, self._answers
+            )
         if self._office.config.stands_by:
-            self.standby = Standby(self._office, plane, apply, self._execute, handle)
+            self.standby = Standby(self._office, plane, apply, self._execute, handle, self._answers)
 
     def begin_with(self, standby: NodeInfo) -> None:
         """Let a standby repeat all that this server does, from its beginning."""
@@ -120,12 +132,22 @@ class Traffic:
         server = None if self.standby is None else self.standby.primary
         return [node.uid for node in (standby, server) if node is not None]
 
+    def record_arrived(self, delivery: Delivery) -> None:
+        """Handle one of ``RECORDS``, of a server to its standby or back."""
+        message, primary = delivery.message, self.primary
+        if not isinstance(message, Recorded):
+            if self.standby is not None:
+                self.standby.arrived(delivery)
+        elif primary is not None and primary.is_standby(delivery.peer):
+            primary.told(message)
+
     def replicate(self, incoming: Incoming, handle: Handler, *, alone: bool) -> None:
         """Carry out a request that changes this server's state, here and on its standby.
 
         With ``alone``, no round is applied meanwhile.
         """
-        if self.standby is not None and self.standby.answer_again(incoming):
+        uid = self._office.membership.uids.get(incoming.sender, "")
+        if self._answers.again((uid, incoming.request.request_id), incoming):
             return
         if self.primary is not None:
             self.primary.request(incoming, handle, alone=alone)

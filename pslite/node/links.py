@@ -20,7 +20,7 @@ from pslite.protocol.channel import Channel, Outgoing
 from pslite.van.base import Received, Van, size_of
 from pslite.wire.base import Message
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
-from pslite.wire.messages import Accepted, Refused, StatusQuestion
+from pslite.wire.messages import Accepted, Refused, Register, StatusQuestion
 
 #: Payloads smaller than this do not count as in flight: their frames are sent by copy.
 _SMALL_BYTES = 4096
@@ -36,6 +36,7 @@ FROM_LOST = "from a node that was declared lost"
 OTHER_JOB = "another job"
 OTHER_RECEIVER = "addressed to an earlier process of this name"
 OTHER_SENDER = "sent by another process with a known name"
+REPEATED = "received before"
 _MAX_REMARK = 200
 
 Objection = Callable[[str, Message, Sequence[Any]], "str | None"]
@@ -57,6 +58,8 @@ class Delivery(NamedTuple):
 @dataclass(slots=True)
 class _PeerTraffic:
     channel: Channel
+    own: int
+    """The incarnation under which this node sends to the peer."""
     incarnation: int = 0
     #: The bytes that passed through the van: with headers and repeats, without shared memory.
     sent_bytes: int = 0
@@ -100,11 +103,12 @@ class Links:
         #: Lost peers, with the answer to what they still send, if there is one.
         self._closed: dict[str, Refused | None] = {}
         self._released: set[str] = set()
+        #: Called with the name of a peer if another process sends under it.
+        self.on_replaced: Callable[[str], None] | None = None
         #: The number of dropped messages, by reason.
         self.dropped: Counter[str] = Counter()
         #: The error of the last malformed message.
         self.last_malformed = ""
-        self.repeated = 0
 
     # -- sending -----------------------------------------------------------------------
 
@@ -150,7 +154,7 @@ class Links:
         envelope = Envelope(
             self._job,
             outgoing.epoch,
-            self.incarnation,
+            entry.own,
             entry.incarnation,
             outgoing.sequence,
             low,
@@ -221,7 +225,8 @@ class Links:
             self._refuse_job(event.peer, envelope.job)
             self.dropped[OTHER_JOB] += 1
             return None
-        if envelope.receiver not in (0, self.incarnation):
+        entry = self._peers.get(event.peer)
+        if envelope.receiver not in (0, self.incarnation if entry is None else entry.own):
             self.dropped[OTHER_RECEIVER] += 1
             return None
         if type(message) is Refused and envelope.sequence == 0:
@@ -233,16 +238,19 @@ class Links:
             if reason is not None:
                 self.dropped[reason] += 1
                 return None
-        entry = self._peers.get(event.peer)
         if entry is None:
             if type(message) is StatusQuestion:
                 # From an observer, which gets an answer without a channel.
                 return Delivery(event.peer, envelope.sender, 0, message, ())
             entry = self._new_stranger(event.peer)
+        if 0 < entry.incarnation < envelope.sender and type(message) is Register:
+            entry = self._begin_anew(event.peer, entry.own)  # the node has begun anew, too
         if entry.incarnation == 0:
             entry.incarnation = envelope.sender
         elif entry.incarnation != envelope.sender:
             self.dropped[OTHER_SENDER] += 1
+            if self.on_replaced is not None:
+                self.on_replaced(event.peer)
             return None
         entry.received_bytes += sum(map(size_of, event.frames))
         try:
@@ -259,7 +267,7 @@ class Links:
             self._tell_at.setdefault(event.peer, 0.0)
             entry.untold_bytes += sum(map(size_of, frames))
             if not fresh:
-                self.repeated += 1
+                self.dropped[REPEATED] += 1
                 return None
             entry.progress += 1
         return Delivery(event.peer, envelope.sender, envelope.epoch, message, frames)
@@ -285,8 +293,22 @@ class Links:
     def _entry(self, peer: str) -> _PeerTraffic:
         entry = self._peers.get(peer)
         if entry is None:
-            entry = self._peers[peer] = _PeerTraffic(Channel(self._resend_timeout_s))
+            entry = self._begin_anew(peer, self.incarnation)
         return entry
+
+    def _begin_anew(self, peer: str, own: int) -> _PeerTraffic:
+        entry = self._peers[peer] = _PeerTraffic(Channel(self._resend_timeout_s), own)
+        return entry
+
+    def reopen(self, peer: str) -> None:
+        """Begin anew with a peer: another process may have its name.
+
+        What the peer has not accepted is dropped. It drops what it gets of the earlier channel when
+        it has got a ``Register`` of the new one.
+        """
+        entry = self._peers.get(peer)
+        self._begin_anew(peer, (self.incarnation if entry is None else entry.own) + 1)
+        self._tell_at.pop(peer, None)
 
     def _new_stranger(self, peer: str) -> _PeerTraffic:
         """Make a channel for a peer; drop the oldest unknown one if there are too many."""

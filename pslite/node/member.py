@@ -8,10 +8,11 @@ side.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from pslite.errors import ConfigError, DeadlineError, NodeLostError, UsageError, rebuild
 from pslite.future import Future
-from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_title
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role
 from pslite.node.control import (
     SCHEDULER,
     VERDICT_S,
@@ -20,12 +21,15 @@ from pslite.node.control import (
     ends_itself,
     loss_in,
 )
+from pslite.node.data import RECORDS
 from pslite.node.links import Delivery
 from pslite.node.log import label
+from pslite.node.member_barriers import MemberBarriers
+from pslite.node.message_filter import MAX_EARLY, needs_roster
+from pslite.node.scheduler_away import SchedulerAway
 from pslite.protocol.membership import Gone
 from pslite.van.zmq.addresses import format_address
 from pslite.wire.messages import (
-    BarrierEnter,
     BarrierLeave,
     BarrierWaits,
     Deadlock,
@@ -38,10 +42,7 @@ from pslite.wire.messages import (
     Waiting,
 )
 from pslite.wire.recovery import (
-    PayloadPiece,
-    Recorded,
-    RequestRecord,
-    RoundRecord,
+    MayReturn,
     Seated,
     StandsBy,
     Vacant,
@@ -67,19 +68,28 @@ class MemberControl(NodeControl):
         )
         self._began_at = 0.0
         self._waiting: Waiting | None = None
-        self._barriers: dict[tuple[int, int], Future[None]] = {}
+        self._barriers = MemberBarriers(office)
         self._scheduler_error: NodeLostError | None = None
         self._warning = office.io_queue.timers.new(self._warn)
         self._leaving = False
+        self._away = SchedulerAway(office, self._registration)
+        if config.rejoin_timeout_s:
+            office.customers.repeating_nodes.add(SCHEDULER_ID)
         #: Workers that, as the scheduler says, have left, but whose own goodbye is in flight.
         self._goodbyes: set[str] = set()
-        #: What came before the roster: news of a standby, and the goodbyes of workers.
-        self._early_standby: StandsBy | None = None
         self._standby_number = 0
-        self._early_goodbyes: dict[str, None] = {}
-        self._early_news: list[Delivery] = []
+        #: What came before the roster.
+        self._early: list[Delivery] = []
         #: Nodes that this one has lost, with reasons, until the scheduler has decided.
         self._reported: dict[int, str] = {}
+
+    def _registration(self) -> Register:
+        """Return the message to register with, first or again."""
+        office, register = self._office, self._register
+        if office.info is None:
+            return register
+        attempt = office.membership.attempts.get(office.info.node_id, 0)
+        return replace(register, node=(office.info,), attempt=attempt)
 
     # -- joining -----------------------------------------------------------------------
 
@@ -92,20 +102,14 @@ class MemberControl(NodeControl):
 
     def handle(self, delivery: Delivery, now: float) -> None:
         message = delivery.message
-        is_early = self._office.info is None and self._office.traffic.standby is not None
-        if is_early and isinstance(message, Members | Vacant | Seated):
-            self._early_news.append(delivery)  # it takes over: the roster is here, or comes soon
+        if self._office.info is None and needs_roster(message) and len(self._early) < MAX_EARLY:
+            self._early.append(delivery)
         elif isinstance(message, Leave):
             self._member_left(delivery.peer)
         elif isinstance(message, Members):
             self._members_changed(delivery.peer, message, now)
-        elif isinstance(message, Recorded):
-            primary = self._office.traffic.primary
-            if primary is not None and primary.is_standby(delivery.peer):
-                primary.told(message)
-        elif isinstance(message, RoundRecord | RequestRecord | PayloadPiece):
-            if self._office.traffic.standby is not None:
-                self._office.traffic.standby.arrived(delivery)
+        elif isinstance(message, RECORDS):
+            self._office.traffic.record_arrived(delivery)
         elif delivery.peer != SCHEDULER:
             return
         elif isinstance(message, Roster):
@@ -124,9 +128,9 @@ class MemberControl(NodeControl):
             text = f"the scheduler {verdict}: {message.error}"
             self._office.fail(rebuild(message.kind, text, role=message.role, rank=message.rank))
         elif isinstance(message, BarrierLeave):
-            self._barrier_over(message)
+            self._barriers.over(message)
         elif isinstance(message, BarrierWaits):
-            self._say_who_has_not_come(message)
+            self._barriers.say_who_has_not_come(message)
         elif isinstance(message, Deadlock):
             if self._office.reporter.progress is not None:
                 self._office.reporter.progress.deadlocked(message.error)
@@ -135,6 +139,9 @@ class MemberControl(NodeControl):
 
     def _roster_arrived(self, message: Roster, epoch: int, now: float) -> None:
         office = self._office
+        if office.info is not None:
+            self._is_back(message, now)
+            return
 
         def complete() -> None:
             try:
@@ -147,18 +154,37 @@ class MemberControl(NodeControl):
         else:  # this process takes the place of its server, once it has done all that it did
             office.traffic.standby.take_over(complete)
 
+    def _is_back(self, message: Roster, now: float) -> None:
+        """Go on with a scheduler that was lost, or with the next one."""
+        office, membership = self._office, self._office.membership
+        scheduler, *others = message.members
+        self._away.found(scheduler)
+        for node, attempt in zip(others, message.attempts[1:], strict=True):
+            if node.node_id != message.node_id:
+                self._seated(node, attempt, now)
+        if self._last_word is not None:
+            office.send(SCHEDULER_ID, MayReturn(self._last_word))
+        if office.traffic.primary is not None and office.traffic.primary.is_in_sync:
+            office.send(SCHEDULER_ID, MayReturn(True))
+        self._barriers.enter_again(self._barrier_rounds, now)
+        for node_id, reason in self._reported.items():
+            attempt = membership.attempts.get(node_id, 0)
+            office.send(SCHEDULER_ID, Vacant(node_id, attempt, reason))
+        office.customers.ask_again(SCHEDULER_ID)
+        if self._leaving:
+            office.send(SCHEDULER_ID, Leave())
+
     def _standby_changed(self, message: StandsBy, now: float) -> None:
         office, traffic = self._office, self._office.traffic
         if message.for_receiver:
             if message.number <= self._standby_number:
                 return  # a later message has overtaken it
-            if office.info is None:
-                early = self._early_standby
-                if early is None or early.number < message.number:
-                    self._early_standby = message
-                return
             self._standby_number = message.number
-            if traffic.primary is not None and message.node:
+            if traffic.primary is None:
+                return
+            if message.node and traffic.primary.is_standby(message.node[0].uid):
+                return  # the next scheduler says what is known
+            if message.node and office.info is not None:
                 (standby,) = message.node
                 office.log.info(1, f"{standby.title} will stand by for this server")
                 office.links.know(standby.uid)
@@ -166,11 +192,15 @@ class MemberControl(NodeControl):
                 office.watch.add(standby.uid, now, standby)
                 office.nearby.pair(office.info, standby)
                 traffic.primary.fill(standby)
-            elif traffic.primary is not None:
-                office.log.info(1, f"{office.info.title} has no standby any more")
+            else:
+                office.log.info(1, f"{office.log.name} has no standby any more")
                 traffic.primary.go_on_alone()
         elif traffic.standby is not None and len(message.node) == 1:
             (primary,) = message.node
+            self._away.found()
+            if traffic.standby.primary is not None:
+                office.watch.add(SCHEDULER, now)
+                return  # the next scheduler says what is known
             for timer in (self._deadline, self._roster_line):
                 timer.set(math.inf)
             office.log.info(1, f"this process stands by for {primary.title}")
@@ -203,12 +233,9 @@ class MemberControl(NodeControl):
             attempts=message.attempts,
             standbys=message.standbys,
         )
-        if self._early_standby is not None:
-            self._standby_changed(self._early_standby, now)
-        for delivery in self._early_news:
+        early, self._early = self._early, []
+        for delivery in early:
             self.handle(delivery, now)
-        for peer in self._early_goodbyes:
-            self._member_left(peer)
 
     def _give_up(self, error: Exception, now: float) -> None:
         self._office.fail(error)
@@ -216,8 +243,9 @@ class MemberControl(NodeControl):
     def _still_waiting(self, message: Waiting, now: float) -> None:
         if self._deadline.due == math.inf:
             return  # this report is late: the node waits no longer
-        is_answer = self._waiting is None
+        is_answer = self._waiting is None or self._away.is_awaited
         self._waiting = message
+        self._away.found()
         # The scheduler has answered, so its deadline decides: if this node gave up a moment
         # earlier, it would look like a lost node to the others.
         left_s = self._office.config.rendezvous_timeout_s - message.waited_s
@@ -274,30 +302,15 @@ class MemberControl(NodeControl):
             )
             return
         self._barrier_rounds[group] += 1
-        round_ = self._barrier_rounds[group]
-        self._barriers[group, round_] = future
-        office.send(SCHEDULER_ID, BarrierEnter(group, round_, timeout_s))
-
-    def _barrier_over(self, message: BarrierLeave) -> None:
-        future = self._barriers.pop((message.group, message.round), None)
-        if future is None:
-            return
-        if message.kind:
-            future.set_error(rebuild(message.kind, message.error))
-        else:
-            future.set_result(None)
-
-    def _say_who_has_not_come(self, message: BarrierWaits) -> None:
-        missing = ", ".join(self._office.membership.title(node) for node in message.missing)
-        self._office.log.warn(
-            f"the barrier of {group_title(message.group)} has waited {message.waited_s:.0f} s for "
-            f"{missing}"
-        )
+        self._barriers.enter(group, self._barrier_rounds[group], timeout_s, future)
 
     # -- who is gone -------------------------------------------------------------------
 
     def lost(self, peer: str, reason: str, now: float) -> None:
         office = self._office
+        if peer == SCHEDULER and office.config.rejoin_timeout_s and office.error is None:
+            self._away.lost(reason, now)
+            return
         if self._leaving and not office.traffic.awaits(peer):
             # The peer may end after this node's goodbye: fail only the requests to it.
             for info in office.membership.roster:
@@ -406,8 +419,6 @@ class MemberControl(NodeControl):
             office.traffic.begin_epoch(message.epoch)
 
     def _member_left(self, peer: str) -> None:
-        if self._office.info is None:
-            self._early_goodbyes[peer] = None
         self._expect_no_goodbye(peer)
         node = self._office.membership.node_ids.get(peer)
         if node is not None:
@@ -464,7 +475,7 @@ class MemberControl(NodeControl):
         if is_news:
             # If the whole job is being ended, this node will end soon too, so warn later.
             self._warning.set(self._office.clock() + _WARN_AFTER_S)
-        self._end_barriers(error)
+        self._barriers.end(error)
         self._believe()
         for node, reason in {**self._reported, **self._office.membership.vacant}.items():
             text = f"{reason}; without the scheduler, no other process can take its place"
@@ -479,13 +490,9 @@ class MemberControl(NodeControl):
 
     def fail(self, error: BaseException) -> None:
         self._stop_waiting()
+        self._away.end()
         self._warning.set(math.inf)
-        self._end_barriers(error)
-
-    def _end_barriers(self, error: BaseException) -> None:
-        barriers, self._barriers = self._barriers, {}
-        for future in barriers.values():
-            future.set_error(error)
+        self._barriers.end(error)
 
     def _warn(self, _now: float) -> None:
         self._office.log.warn(

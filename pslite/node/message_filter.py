@@ -18,11 +18,14 @@ from pslite.van.base import size_of
 from pslite.wire.base import Message
 from pslite.wire.messages import (
     SENDERS,
+    Leave,
+    Members,
     Register,
     Request,
     Response,
     StatusQuestion,
 )
+from pslite.wire.recovery import Seated, StandsBy, Vacant
 
 #: The messages of roster nodes that ``control`` does not handle.
 FROM_MEMBERS: frozenset[type[Message]] = frozenset(
@@ -90,3 +93,9 @@ class Admission:
             return UNLISTED
         senders = SENDERS.get(type(message))
         return None if senders is None or role in senders else OUT_OF_ROLE
+
+
+def needs_roster(message: Message) -> bool:
+    """Return whether a message cannot be handled before the roster is there."""
+    is_for_server = isinstance(message, StandsBy) and message.for_receiver
+    return is_for_server or isinstance(message, Leave | Members | Vacant | Seated)

@@ -92,6 +92,7 @@ class PeerWatch:
 
     def forget(self, peer: str) -> None:
         """Stop watching a peer."""
+        self._nodes.pop(peer, None)
         self._liveness.forget(peer)
         self._reconnect_loops.forget(peer)
 

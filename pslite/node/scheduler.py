@@ -23,13 +23,16 @@ from pslite.ids import SCHEDULER_ID, NodeInfo, Role, group_members, node_id, rol
 from pslite.node.control import VERDICT_S, ControlOffice, NodeControl, ends_itself, loss_in
 from pslite.node.links import Delivery
 from pslite.node.peer_watch import beat_at
+from pslite.node.scheduler_records import SchedulerRecords
 from pslite.node.seating import Seating
 from pslite.node.surveyor import Surveyor
 from pslite.protocol.barrier import Barriers, Release
+from pslite.protocol.charter import Charter
 from pslite.protocol.membership import Gone, Rendezvous
 from pslite.security import WHAT_TO_COMPARE
 from pslite.wire.messages import (
     BarrierEnter,
+    Beat,
     Deadlock,
     Leave,
     LongWait,
@@ -41,10 +44,14 @@ from pslite.wire.messages import (
     StatusReport,
     Waiting,
 )
-from pslite.wire.recovery import MayReturn, StandsBy, Vacant
+from pslite.wire.recovery import BarriersReached, MayReturn, StandsBy, Vacant
 
 #: How often to check for barriers that have been open for a long time.
 _LOOK_INTERVAL_S = 0.5
+
+
+#: How often to tell members that have not asked this scheduler that it is in place of a lost one.
+_GREET_INTERVAL_S = 0.1
 
 
 class SchedulerControl(NodeControl):
@@ -70,7 +77,8 @@ class SchedulerControl(NodeControl):
         self._surveyor = Surveyor(
             office, node, package, self._rendezvous, self._barriers, self._deadlocked
         )
-        self._seating = Seating(office, self._end_seat, self._vacated, self._seated)
+        self._seating = Seating(office, self._end_seat, self._vacated, self._seated, self._save)
+        self._records = SchedulerRecords(office, self._barriers, self._seating.seats)
         #: Van names of the nodes that wait for the roster.
         self._waiting = dict[str, NodeInfo]()
         #: The timer for the earliest time limit of a barrier.
@@ -82,6 +90,9 @@ class SchedulerControl(NodeControl):
         super().begin(now)
         self._rendezvous.begin(now)
         self._office.io_queue.timers.every(_LOOK_INTERVAL_S, self._report_barriers)
+        charter = self._records.replay(self._become, self._tell_of_deadlock, now)
+        if charter is not None:
+            self._resume(charter, now)
 
     def handle(self, delivery: Delivery, now: float) -> None:
         message = delivery.message
@@ -109,18 +120,30 @@ class SchedulerControl(NodeControl):
         elif isinstance(message, MayReturn):
             if role_of(node) is Role.WORKER:
                 self._seating.seats.may_return(node, yes=message.yes)
+                self._save()
             elif message.yes:
                 self._seating.filled(node)
             else:
                 why = "it does something that no standby repeats"
                 self._seating.dismiss(node, why, for_good=True)
+        elif isinstance(message, BarriersReached):
+            for group, round_ in zip(message.groups, message.rounds, strict=True):
+                self._release(self._barriers.reached(node, group, round_))
         elif isinstance(message, Leave):
             self._said_goodbye(node)
 
     def _register(self, delivery: Delivery, message: Register, now: float) -> None:
         office = self._office
         node = message.node[0]
-        if node.uid != delivery.peer or node.incarnation != delivery.incarnation:
+        if node.uid != delivery.peer or node.incarnation > delivery.incarnation:
+            return
+        if office.membership.node_ids.get(node.uid) == node.node_id:
+            self._seating.is_back(node, now)
+            return
+        if message.attempt >= 0:
+            self._seating.turn_away(node)
+            return
+        if message.stands_by and self._seating.standby_is_back(node, now):
             return
         known = node, message.num_workers, message.num_servers, message.package
         is_late = bool(self._rendezvous.roster) or office.error is not None
@@ -153,22 +176,22 @@ class SchedulerControl(NodeControl):
         roster = (self._node, *self._rendezvous.roster)
         self._titles.update((node.node_id, node.title) for node in roster)
         office.log.learn(roster)
+        standbys = self._rendezvous.standbys
+        office.join(self._node, roster, now, standbys=standbys)
+        self._seating.begin(roster, standbys, now)
+        self._save()
         for node in self._rendezvous.roster:
             office.log.info(
                 1, f"assign rank={node.node_id} to node role={node.role}, ip={node.host}"
             )
             attempts = (0,) * len(roster)
-            message = Roster(node.node_id, roster, attempts, self._rendezvous.standbys)
-            office.links.send(node.uid, message, (), 1, now)
+            office.send(node.node_id, Roster(node.node_id, roster, attempts, standbys))
         config = office.config
         office.log.info(
             1,
             f"the scheduler is connected to {config.num_workers} workers "
             f"and {config.num_servers} servers",
         )
-        standbys = self._rendezvous.standbys
-        office.join(self._node, roster, now, standbys=standbys)
-        self._seating.begin(roster, standbys, now)
         if standbys:
             self._beats.set(beat_at(config, now))
 
@@ -201,7 +224,56 @@ class SchedulerControl(NodeControl):
             office.links.send(peer, Refused(*told(error)), (), 0, now)
         office.fail(error)
 
+    # -- in place of a lost scheduler --------------------------------------------------
+
+    def _save(self) -> None:
+        """Write what the next scheduler must know, before others see it."""
+        self._records.save()
+
+    def _resume(self, charter: Charter, now: float) -> None:
+        """Go on in the place of a lost scheduler."""
+        office, seating = self._office, self._seating
+        office.io_queue.timers.every(_GREET_INTERVAL_S, self._greet)
+        self._stop_waiting()
+        self._barriers.resume(charter.failed_barriers)
+        office.traffic.begin_epoch(charter.epoch)
+        office.log.info(0, "this process goes on in the place of the lost scheduler")
+        seating.resume(charter.seats, self._records.num_terms, now)
+        self._beats.set(beat_at(office.config, now))
+        if not office.membership.live(Role.WORKER):
+            seating.release_standbys()
+
+    def _become(self, charter: Charter, before: Charter | None, now: float) -> None:
+        """Go from one charter to the next; the first one has the roster of the beginning."""
+        office, membership = self._office, self._office.membership
+        if before is None:
+            roster = (self._node, *charter.roster)
+            self._titles.update((node.node_id, node.title) for node in roster)
+            office.log.learn(roster)
+            office.join(self._node, roster, now, attempts=(0, *charter.attempts))
+        for node, attempt in zip(charter.roster, charter.attempts, strict=True):
+            lost = office.seat(node, attempt, now)
+            if lost is not None:
+                self._titles[node.node_id] = node.title
+                self._seating.turn_away(lost)
+        self._rendezvous.resume(charter.roster)
+        for each in charter.gone:
+            gone = membership.depart(each.node_id, left=each.left, reason=each.reason)
+            if gone is not None:
+                membership.ended.add(each.node_id)
+                office.watch.departed(gone)
+                self._barriers.depart(each.node_id, gone.sentence)
+                for group, round_ in each.barriers:
+                    self._barriers.reached(each.node_id, group, round_)
+                if not gone.left:
+                    office.fail(gone.error)
+
     # -- barriers ----------------------------------------------------------------------
+
+    def _greet(self, now: float) -> None:
+        """Let the members know that another process is the scheduler now."""
+        for peer in self._seating.not_back():
+            self._office.links.send(peer, Beat(), (), 0, now)
 
     def disconnected(self, peer: str) -> None:
         pass
@@ -222,7 +294,9 @@ class SchedulerControl(NodeControl):
             self._impatience.set(until)
 
     def _give_up_barriers(self, now: float) -> None:
-        self._release(self._barriers.tick(now))
+        releases = self._barriers.tick(now)
+        self._save()
+        self._release(releases)
         self._impatience.set(self._barriers.next_due())
 
     def _report_barriers(self, now: float) -> None:
@@ -248,11 +322,17 @@ class SchedulerControl(NodeControl):
         """End the barriers and tell the workers about their deadlock."""
         office = self._office
         office.log.warn(text)
-        self._release(self._barriers.give_up(DeadlockError, text))
-        for listener in self._on_deadlock:
-            listener(DeadlockError(text))
+        releases = self._barriers.give_up(DeadlockError, text)
+        self._save()
+        self._records.deadlock(text)
+        self._release(releases)
+        self._tell_of_deadlock(text)
         for rank in office.membership.live(Role.WORKER):
             office.send(node_id(Role.WORKER, rank), Deadlock(text))
+
+    def _tell_of_deadlock(self, text: str) -> None:
+        for listener in self._on_deadlock:
+            listener(DeadlockError(text))
 
     # -- who is gone -------------------------------------------------------------------
 
@@ -328,6 +408,7 @@ class SchedulerControl(NodeControl):
         self._seating.seats.left(gone.node.node_id)
         office.watch.departed(gone)
         office.traffic.begin_epoch(office.membership.epoch + 1)
+        self._save()
         news = Members(
             office.membership.epoch, (gone.node.node_id,), (int(gone.left),), (gone.reason,)
         )

@@ -9,14 +9,15 @@ seat is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from pslite.errors import ConfigError, NodeLostError, told
-from pslite.ids import NodeInfo
+from pslite.ids import NodeInfo, Role
 from pslite.node.control import ControlOffice
 from pslite.node.links import Delivery
-from pslite.protocol.succession import Seats, Succession
+from pslite.protocol.charter import SeatRow
+from pslite.protocol.succession import Seats, Standing, Succession
 from pslite.wire.messages import (
     Members,
     Refused,
@@ -33,7 +34,7 @@ class Seating:
     """The seats of one job.
 
     ``end`` declares a node lost for good, with a reason. ``vacated`` and ``seated`` are called
-    after a seat has become vacant or has another process.
+    after a seat has become vacant or has another process, ``save`` before others hear of it.
     """
 
     def __init__(
@@ -42,13 +43,18 @@ class Seating:
         end: Callable[[int, str], None],
         vacated: Callable[[int], None],
         seated: Callable[[NodeInfo], None],
+        save: Callable[[], None],
     ) -> None:
         self._office = office
         self._end = end
         self._vacated = vacated
         self._seated = seated
+        self._save = save
         self.seats = Seats(office.config.rejoin_timeout_s)
         self._timer = office.io_queue.timers.new(self._look)
+        #: The members that have asked a scheduler that goes on in place of a lost one; None if this
+        #: one is the first.
+        self._back: set[str] | None = None
         #: The number of messages to servers about their standbys; and the last one of each.
         self._num_told = 0
         self._told: dict[int, int] = {}
@@ -92,6 +98,7 @@ class Seating:
 
     def _tell_server(self, node_id: int, standby: tuple[NodeInfo, ...]) -> None:
         """Tell a server who stands by for it; the last message counts."""
+        self._save()
         self._num_told += 1
         self._told[node_id] = self._num_told
         self._office.send(node_id, StandsBy(standby, True, self._num_told))
@@ -113,6 +120,7 @@ class Seating:
         """Note that a new standby could take its server's place."""
         standby = self.seats.is_filled(node_id)
         if standby is not None:
+            self._save()
             title = self._office.membership.title(node_id)
             self._office.log.info(0, f"{title} has a standby again (pid {standby.pid})")
 
@@ -159,6 +167,7 @@ class Seating:
         if office.membership.vacate(node_id, attempt, reason) is None:
             return True
         office.log.info(0, f"{node.title} is lost: {reason}; another process may take its place")
+        self._save()
         office.watch.vacated(node, reason)
         self._turn_out(node, reason)
         for member in self._others(node_id):
@@ -191,6 +200,7 @@ class Seating:
         office.log.info(0, f"{node.title} takes the place of {before.title}")
         office.log.learn((node,))
         office.seat(node, succession.attempt, now)
+        self._save()
         for member in self._others(node.node_id):
             office.send(member.node_id, Seated((node,), succession.attempt))
         self._seated(node)
@@ -198,23 +208,88 @@ class Seating:
 
     def _welcome(self, node: NodeInfo, attempt: int) -> bool:
         """Let a process join once all members know it; return whether that is over."""
-        office, membership = self._office, self._office.membership
+        office = self._office
         if office.error is not None or not self.seats.is_welcoming(node.node_id, attempt):
             return True
         others = [member.uid for member in self._others(node.node_id)]
-        if not office.links.everything_accepted(others):
+        is_known = self._back is None or self._back.issuperset(others)
+        if not (is_known and office.links.everything_accepted(others)):
             return False
         self.seats.welcomed(node.node_id, attempt)
         self._pair_up()
+        self._save()
+        self._tell_all(node.node_id)
+        return True
+
+    def _tell_all(self, node_id: int) -> None:
+        """Tell a process that has a seat who has the others, and who is gone."""
+        office, membership = self._office, self._office.membership
         attempts = tuple(membership.attempts.get(each.node_id, 0) for each in membership.roster)
-        office.send(node.node_id, Roster(node.node_id, membership.roster, attempts))
+        office.send(node_id, Roster(node_id, membership.roster, attempts))
         gone = membership.gone.values()
         if gone:
             ids = tuple(each.node.node_id for each in gone)
             left = tuple(int(each.left) for each in gone)
             reasons = tuple(each.reason for each in gone)
-            office.send(node.node_id, Members(membership.epoch, ids, left, reasons))
+            office.send(node_id, Members(membership.epoch, ids, left, reasons))
+
+    # -- in place of a lost scheduler --------------------------------------------------
+
+    def resume(self, rows: Sequence[SeatRow], term: int, now: float) -> None:
+        """Go on with the seats of a lost scheduler, as the ``term``-th one."""
+        office, seats = self._office, self.seats
+        self._back, self._num_told = set(), term << 32
+        seats.resume(rows, office.config.num_workers, now)
+        for standby in seats.standbys():
+            office.links.know(standby.uid)
+            office.admission.add(standby.uid, standby.role)
+            office.watch.add(standby.uid, now, standby)
+        for row in rows:
+            if row.standing == Standing.VACANT.name:
+                office.membership.vacate(row.node_id, row.attempt, row.reason)
+                office.watch.vacated(row.node, row.reason)
+        for each in seats.welcoming():
+            office.io_queue.look_after_each_step(partial(self._welcome, each.node, each.attempt))
+        self._timer.set(now + _LOOK_INTERVAL_S)
+
+    def not_back(self) -> list[str]:
+        """Return the processes that may not know that this is the scheduler now."""
+        nodes = [*self._office.membership.neighbours(), *self.seats.standbys()]
+        return [node.uid for node in nodes if node.uid not in (self._back or ())]
+
+    def is_back(self, node: NodeInfo, now: float) -> None:
+        """Handle a member that has lost the scheduler and registers again."""
+        office, membership, node_id = self._office, self._office.membership, node.node_id
+        if self._back is not None:
+            self._back.add(node.uid)
+        office.links.know(node.uid)
+        if self.seats.is_welcoming(node_id, self.seats.attempt(node_id)):
+            return  # it is told once all members know it
+        self._tell_all(node_id)
+        for vacant, reason in membership.vacant.items():
+            office.send(node_id, Vacant(vacant, membership.attempts.get(vacant, 0), reason))
+        if node.role == Role.SERVER.value and office.config.standbys:
+            standby = self.seats.standby_of(node_id)
+            self._tell_server(node_id, () if standby is None else (standby,))
+        self._fill(now)
+
+    def standby_is_back(self, standby: NodeInfo, now: float) -> bool:
+        """Handle a process that has lost the scheduler; return whether it stands by."""
+        office = self._office
+        if all(each.uid != standby.uid for each in self.seats.standbys()):
+            return False
+        office.links.know(standby.uid)
+        if self._back is not None:
+            self._back.add(standby.uid)
+        server = office.membership.node(standby.node_id)
+        is_paired = all(each.uid != standby.uid for each in self.seats.spares())
+        if server is not None and is_paired:
+            office.links.send(standby.uid, StandsBy((server,), False, 0), (), 1, now)
         return True
+
+    def turn_away(self, node: NodeInfo) -> None:
+        """Handle a process that asks again and has no seat any more."""
+        self._turn_out(node, "it had lost the scheduler")
 
     def _look(self, now: float) -> None:
         self._timer.set(now + _LOOK_INTERVAL_S if self._office.error is None else math.inf)

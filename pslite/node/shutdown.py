@@ -185,7 +185,11 @@ class Shutdown:
         return self.done.done()
 
     def _is_over(self) -> bool:
-        """Return whether all messages are accepted and, after the goodbye, answered."""
+        """Return whether all messages are accepted and, after the goodbye, answered.
+
+        If servers may be replaced, they must be answered before it: the next server does not wait
+        for pushes of a worker that has said goodbye.
+        """
         node = self._node
         is_accepted = not node.io_queue.commands and self._traffic.worker.everything_sent
         if not is_accepted or not node.links.everything_accepted():
@@ -193,7 +197,8 @@ class Shutdown:
         if node.role is Role.SERVER:
             return node.pool.num_jobs == 0 and not self._traffic.is_applying
         is_answered = self._traffic.worker.idle and not self._unheard.pushes
-        return not node.membership.has_said_goodbye or is_answered
+        is_early = not (node.membership.has_said_goodbye or node.config.standbys)
+        return is_early or is_answered
 
     def _wait(self) -> None:
         node, now = self._node, self._node.clock()

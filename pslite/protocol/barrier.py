@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pslite.errors import DeadlineError, NodeLostError, UsageError
 from pslite.ids import group_title
+from pslite.protocol.charter import FailedBarrier
 from pslite.wire.messages import BarrierLeave, BarrierWaits
 
 Release = tuple[int, BarrierLeave]
@@ -68,6 +69,42 @@ class Barriers:
         self._ended: dict[int, dict[int, int]] = {}
         self._given_up: dict[tuple[int, int], _GivenUp] = {}
         self._gone: dict[int, str] = {}
+        #: Group -> node -> how many of its barriers a node has reached, as it has told a scheduler
+        #: that takes the place of a lost one.
+        self._reached: dict[int, dict[int, int]] = {}
+
+    def failed(self) -> tuple[FailedBarrier, ...]:
+        """Return the failed barriers of which some members have not heard, for ``resume``."""
+        return tuple(
+            FailedBarrier(group, round_, each.kind, each.error, tuple(sorted(each.missing)))
+            for (group, round_), each in self._given_up.items()
+        )
+
+    def resume(self, failed: Iterable[FailedBarrier]) -> None:
+        """Go on with the failed barriers of a lost scheduler."""
+        for group, round_, kind, error, missing in failed:
+            self._given_up[group, round_] = _GivenUp(kind, error, set(missing))
+
+    def reached(self, node: int, group: int, round_: int) -> list[Release]:
+        """Note that a node has reached its first ``round_`` barriers of a group."""
+        rounds = self._reached.setdefault(group, {})
+        rounds[node] = max(round_, rounds.get(node, 0))
+        releases = []
+        for (other, open_round), wait in list(self._open.items()):
+            if other == group and open_round <= round_ and node in wait.members:
+                wait.arrived.setdefault(node, math.inf)
+                if wait.arrived.keys() >= wait.members:
+                    releases += self._end(group, open_round, wait)
+        return releases
+
+    def reached_by(self, node: int) -> tuple[tuple[int, int], ...]:
+        """Return (group, rounds) of the barriers that are over for a node."""
+        rounds: dict[int, int] = {}
+        for known in (self._ended, self._reached):
+            for group, counts in known.items():
+                if node in counts:
+                    rounds[group] = max(rounds.get(group, 0), counts[node])
+        return tuple(sorted(rounds.items()))
 
     def enter(
         self, node: int, group: int, round_: int, members: Iterable[int], until: float
@@ -91,7 +128,12 @@ class Barriers:
                 "one of them before you enter another"
             )
             return [(node, BarrierLeave(group, round_, UsageError.__name__, text))]
-        wait = self._open.setdefault((group, round_), _Wait(member_set, {}))
+        wait = self._open.get((group, round_))
+        if wait is None:
+            reached = self._reached.get(group, {})
+            there = [each for each in member_set if reached.get(each, 0) >= round_]
+            wait = _Wait(member_set, dict.fromkeys(there, math.inf))
+            self._open[group, round_] = wait
         wait.arrived[node] = min(until, wait.arrived.get(node, until))
         if wait.arrived.keys() >= wait.members:
             return self._end(group, round_, wait)

@@ -160,6 +160,10 @@ class Rendezvous:
             roster += sorted(placed, key=lambda node: node.rank)
         return tuple(roster)
 
+    def resume(self, roster: tuple[NodeInfo, ...]) -> None:
+        """Go on with the roster of a lost scheduler."""
+        self.registered = self.roster = roster
+
     def seat(self, node: NodeInfo) -> None:
         """Replace a roster's entry: another process has taken the seat."""
         self.roster = tuple(node if each.node_id == node.node_id else each for each in self.roster)

@@ -15,7 +15,7 @@ class        part
 
 If the server is lost, the standby takes its seat (``succession.py``) after it has done what its
 records say. It drops a record that follows a missing one: no worker has seen its effect. Read
-next: ``node/standby.py``. The scheme is primary-backup replication after aggregation, as in Li et
+next: ``node/primary.py``. The scheme is primary-backup replication after aggregation, as in Li et
 al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), section 4.3.
 """
 

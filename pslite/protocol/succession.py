@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pslite.ids import NodeInfo, Role
+from pslite.protocol.charter import SeatRow
 
 MOST_LOSSES = 3
 """How many processes of a seat may be lost in one step."""
@@ -105,6 +106,51 @@ class Seats:
         }
         self._num_workers = sum(1 for node in roster if node.role == Role.WORKER.value)
 
+    def rows(self) -> tuple[SeatRow, ...]:
+        """Return the seats, for ``resume``."""
+        return tuple(
+            SeatRow(
+                node_id,
+                seat.node,
+                seat.attempt,
+                seat.standing.name,
+                seat.may_return,
+                seat.num_losses,
+                seat.reason,
+                seat.standby,
+                seat.filling,
+                seat.takes_none,
+            )
+            for node_id, seat in self._seats.items()
+        )
+
+    def resume(self, rows: Sequence[SeatRow], num_workers: int, now: float) -> None:
+        """Go on with the seats of a lost scheduler."""
+        self._num_workers = num_workers
+        self._seats = {
+            row.node_id: _Seat(
+                row.node,
+                row.attempt,
+                Standing[row.standing],
+                row.may_return,
+                row.num_losses,
+                now,
+                row.reason,
+                row.standby,
+                row.filling,
+                row.takes_none,
+            )
+            for row in rows
+        }
+
+    def welcoming(self) -> list[Succession]:
+        """Return the processes that the members are being told of."""
+        return [
+            Succession(seat.node, seat.attempt, seat.node, seat.reason)
+            for seat in self._seats.values()
+            if seat.standing is Standing.WELCOMING
+        ]
+
     def may_return(self, node_id: int, *, yes: bool) -> None:
         """Note a worker's word on whether another process could go on in its place."""
         seat = self._seats.get(node_id)
@@ -116,6 +162,11 @@ class Seats:
         seats = self._seats.values()
         of_seats = [seat.standby or seat.filling for seat in seats]
         return [*(node for node in of_seats if node is not None), *self._spares.values()]
+
+    def standby_of(self, node_id: int) -> NodeInfo | None:
+        """Return the process that stands by for a server, or is being filled."""
+        seat = self._seats.get(node_id)
+        return None if seat is None else seat.standby or seat.filling
 
     def spares(self) -> list[NodeInfo]:
         """Return the processes that would stand by for a server that has a standby."""

@@ -224,6 +224,16 @@ class Simulation:
             if task.node is node:
                 task.over = task.is_stopped = True
 
+    def restart_scheduler(self, after_s: float = 0.0) -> None:
+        """Kill the scheduler; after a while, start another process in its place."""
+        self.kill(self.scheduler)
+
+        def start() -> None:
+            del self._stopped[self.scheduler.van.uid]
+            self.scheduler = self._make(Role.SCHEDULER, 0)
+
+        self.at(self.now + after_s, start)
+
     def kill_server(self, rank: int) -> None:
         """Kill a server; its standby takes its place if it has one."""
         self.kill(self.servers[rank])

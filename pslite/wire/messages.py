@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from pslite.wire.base import Message, Natural, Naturals, Nodes, Texts
 from pslite.wire.recovery import (
+    BarriersReached,
     MayReturn,
     PayloadPiece,
     Recorded,
@@ -53,6 +54,8 @@ class Register(Message):
     """Version of the software, which must be the same on all nodes."""
     stands_by: bool = False
     """Whether it is a standby of the server with its rank, and not a server itself."""
+    attempt: int = -1
+    """If it has joined, and has lost the scheduler: how many processes had its seat before."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -385,6 +388,7 @@ ALL_MESSAGES: dict[int, type[Message]] = {
     32: RequestRecord,
     33: Recorded,
     34: PayloadPiece,
+    35: BarriersReached,
 }
 """The messages by their numbers on the wire."""
 
@@ -394,7 +398,7 @@ _SENT_BY: list[tuple[set[str], tuple[type[Message], ...]]] = [
     ({"server"}, (Answer, PartsFailed, StaleEpoch, RoundWaits)),
     ({"scheduler", "server"}, (StandsBy,)),
     ({"server"}, (RoundRecord, RequestRecord, Recorded, PayloadPiece)),
-    ({"server", "worker"}, (MayReturn,)),
+    ({"server", "worker"}, (MayReturn, BarriersReached)),
     ({"worker"}, (Exchange, LongWait)),
     ({"server", "worker"}, (Register, BarrierEnter, SegmentOffer, SegmentTaken, StatusReport)),
 ]

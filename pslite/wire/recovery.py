@@ -45,6 +45,15 @@ class MayReturn(Message):
     yes: bool
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class BarriersReached(Message):
+    """How many barriers of each group the sender has reached, for a new scheduler."""
+
+    PARALLEL: ClassVar[tuple[str, ...]] = ("groups", "rounds")
+    groups: Naturals
+    rounds: Naturals
+
+
 # -- standbys: scheduler -> server and standby, server <-> standby --------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pslite.node.standby
+import pslite.node.primary
 from kvstore import RowSparseArray, optimizer
 from kvstore.optimizer.serialize import to_plain
 from kvstore.protocol.requests import STORE_APP, StoreCall, pack
@@ -781,7 +781,7 @@ def test_what_is_too_large_for_a_message_goes_in_pieces(
         cut.append(len(frames))
         return in_pieces(frames, most)
 
-    monkeypatch.setattr(pslite.node.standby, "in_pieces", counting)
+    monkeypatch.setattr(pslite.node.primary, "in_pieces", counting)
     _, expected = without_kill(make)
     simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
 

@@ -70,7 +70,8 @@ BUGS = [
     Bug(
         "a process is welcome before the servers know it",
         "pslite/node/seating.py",
-        "        if not office.links.everything_accepted(others):\n            return False\n",
+        "        if not (is_known and office.links.everything_accepted(others)):\n"
+        "            return False\n",
         "",
         SEEDS,
     ),

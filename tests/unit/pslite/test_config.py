@@ -40,6 +40,7 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "roster_interval_s": ("2.5", 2.5, 3.5),
     "lost_after_s": ("7", 7.0, 8.0),
     "rejoin_timeout_s": ("90", 90.0, 91.0),
+    "scheduler_journal": ("/tmp/j", "/tmp/j", "/tmp/k"),
     "standbys": ("1", 1, 0),
     "stands_by": ("1", True, False),
     "stall_report_s": ("12", 12.0, 13.0),

@@ -39,7 +39,9 @@ class Member:
         self.errors: list[BaseException] = []
         self.primaries: list[NodeInfo] = []
         self.turns: list[Any] = []
-        standby = SimpleNamespace(begin=self.primaries.append, take_over=self.turns.append)
+        standby = SimpleNamespace(
+            primary=None, begin=self.primaries.append, take_over=self.turns.append
+        )
         self.office: Any = SimpleNamespace(
             config=Config(
                 role=role.value,

@@ -12,7 +12,7 @@ import pytest
 from pslite.errors import PSError
 from pslite.memory.heap import Heap
 from pslite.memory.sharing import Sharing
-from pslite.node.links import MAX_STRANGERS, TELL_AFTER_S, TELL_BYTES, Delivery, Links
+from pslite.node.links import MAX_STRANGERS, REPEATED, TELL_AFTER_S, TELL_BYTES, Delivery, Links
 from pslite.van.base import Buffer, Received, Van, VanEvent
 from pslite.wire.base import Message
 from pslite.wire.codec import VERSION, Envelope, decode, encode, pack_value
@@ -122,7 +122,7 @@ def test_a_transmission_that_comes_twice_is_delivered_once(pair: tuple[Node, Nod
     (frames,) = alice.transmissions()
     deliveries = [bob.hear(alice, frames) for _ in range(3)]
     assert [delivery is not None for delivery in deliveries] == [True, False, False]
-    assert bob.links.repeated == 2
+    assert bob.links.dropped[REPEATED] == 2
 
 
 def test_what_is_not_accepted_in_time_is_sent_again(pair: tuple[Node, Node]) -> None:

@@ -1,0 +1,84 @@
+"""``SchedulerJournal``: a file from which another scheduler can go on.
+
+The file (PS_SCHEDULER_JOURNAL) is on the scheduler's machine, on which it is started again. A
+record is in the system's hands when ``append`` returns, so it outlives the process. One process at
+a time has the file: there are never two schedulers. ``protocol/charter.py`` has the records.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import weakref
+import zlib
+from typing import Any
+
+from pslite.errors import ConfigError
+from pslite.wire.codec import pack_value, unpack_value
+
+CHARTER, REQUEST, DEADLOCK, TERM = b"C", b"R", b"D", b"T"
+"""The kinds of records.
+
+A ``Charter``; a ``RecordedRequest``; the text of a deadlock; and one for each process that has gone
+on from the records.
+"""
+
+#: Each record begins with its kind, the bytes of its plain data, and their CRC-32.
+_HEAD = struct.Struct("<cII")
+
+
+class SchedulerJournal:
+    """One journal. On any one thread."""
+
+    def __init__(self, path: str) -> None:
+        """Open or make the file.
+
+        Raises ``ConfigError`` if this is impossible, or another process has it.
+        """
+        where = f"PS_SCHEDULER_JOURNAL={path}"
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot open {where}: {error.strerror}") from None
+        self._end = weakref.finalize(self, os.close, self._file)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise ConfigError(
+                f"another scheduler has {where}; end it first (it may be stopped)"
+            ) from None
+        #: The records that were there: (kind, plain data).
+        self.found: list[tuple[bytes, Any]] = []
+        self._read()
+
+    def _read(self) -> None:
+        """Read all whole records; remove what a process has not written to its end."""
+        size = os.fstat(self._file).st_size
+        data = os.pread(self._file, size, 0)
+        start = 0
+        while start + _HEAD.size <= len(data):
+            kind, length, checksum = _HEAD.unpack_from(data, start)
+            body = data[start + _HEAD.size : start + _HEAD.size + length]
+            if len(body) < length or zlib.crc32(body) != checksum:
+                break
+            self.found.append((kind, unpack_value(body)))
+            start += _HEAD.size + length
+        os.ftruncate(self._file, start)
+        os.lseek(self._file, start, os.SEEK_SET)
+
+    def append(self, kind: bytes, plain: Any) -> None:
+        """Add a record. Raises ``OSError`` if it cannot be written."""
+        body = pack_value(plain)
+        record = _HEAD.pack(kind, len(body), zlib.crc32(body)) + body
+        while record:
+            record = record[os.write(self._file, record) :]
+
+    def empty(self) -> None:
+        """Remove all records: no process can go on from them any more."""
+        os.ftruncate(self._file, 0)
+
+    def close(self) -> None:
+        """Let another process have the file."""
+        self._end()

@@ -1,0 +1,108 @@
+"""``SchedulerRecords``: what a scheduler writes for the next one (I/O thread).
+
+``protocol/charter.py`` says what and when. Read next: ``scheduler_journal.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pslite.node.control import ControlOffice
+from pslite.node.recorded_requests import RecordedRequests, request_of
+from pslite.node.scheduler_journal import CHARTER, DEADLOCK, REQUEST, TERM, SchedulerJournal
+from pslite.protocol.barrier import Barriers
+from pslite.protocol.charter import Charter, GoneRow, RecordedRequest, charter_from
+from pslite.protocol.succession import Seats
+
+
+class SchedulerRecords:
+    """The records of one scheduler; without PS_SCHEDULER_JOURNAL it writes none."""
+
+    def __init__(self, office: ControlOffice, barriers: Barriers, seats: Seats) -> None:
+        self._office = office
+        self._barriers = barriers
+        self._seats = seats
+        self._journal: SchedulerJournal | None = None
+        self._saved: Charter | None = None
+        #: How many processes have gone on from the journal.
+        self.num_terms = 0
+        self._requests = RecordedRequests(self._uid_of, self._record)
+        if office.config.scheduler_journal:
+            self._journal = SchedulerJournal(office.config.scheduler_journal)
+            office.customers.wrap = self._requests.wrapped
+
+    def save(self) -> None:
+        """Write the charter if it has changed."""
+        membership, roster = self._office.membership, self._office.membership.roster[1:]
+        if self._journal is None or not roster:
+            return
+        gone = tuple(
+            GoneRow(node, each.left, each.reason, self._barriers.reached_by(node))
+            for node, each in membership.gone.items()
+        )
+        charter = Charter(
+            roster,
+            tuple(membership.attempts.get(node.node_id, 0) for node in roster),
+            membership.epoch,
+            gone,
+            self._seats.rows(),
+            self._barriers.failed(),
+        )
+        if charter != self._saved:
+            self._saved = charter
+            self._write(CHARTER, charter.plain())
+
+    def deadlock(self, text: str) -> None:
+        """Write that the waits of all apps have ended with an error."""
+        self.save()
+        self._write(DEADLOCK, text)
+
+    def _record(self, request: RecordedRequest) -> None:
+        self.save()  # what a request does may depend on who is gone
+        self._write(REQUEST, request)
+
+    def _uid_of(self, node: int) -> str:
+        return self._office.membership.uids.get(node, "")
+
+    def _write(self, kind: bytes, plain: Any) -> None:
+        if self._journal is None:
+            return
+        try:
+            self._journal.append(kind, plain)
+        except OSError as error:
+            self._office.log.warn(
+                f"cannot write PS_SCHEDULER_JOURNAL: {error.strerror}; no other process could go "
+                "on in place of this scheduler"
+            )
+            self._journal.empty()
+            self._journal = None
+
+    def replay(
+        self,
+        become: Callable[[Charter, Charter | None, float], None],
+        deadlocked: Callable[[str], None],
+        now: float,
+    ) -> Charter | None:
+        """Do what a lost scheduler has done; return its last charter, if there is one.
+
+        ``become(charter, the one before, now)`` takes each charter over.
+        """
+        records = [] if self._journal is None else self._journal.found
+        charter = None
+        for kind, plain in records:
+            if kind == CHARTER:
+                before, charter = charter, charter_from(plain)
+                become(charter, before, now)
+            elif kind == REQUEST:
+                known = RecordedRequest(*plain)
+                incoming = self._office.customers.repeated(known.sender, request_of(known))
+                self._requests.replay(known, incoming)
+            elif kind == DEADLOCK:
+                deadlocked(plain)
+            self.num_terms += kind == TERM
+        self._saved = charter
+        self._write(TERM, None)
+        self.num_terms += 1
+        records.clear()
+        return charter
