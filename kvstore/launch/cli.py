@@ -15,8 +15,8 @@ from pathlib import Path
 
 from kvstore.launch.environment import available_cpu_count, checkout_root, listen
 from kvstore.launch.job.checks import check_forwarded, conclude_check, local_rows, rehearsal
-from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.report import say
+from kvstore.launch.job.restarts import Timing
 from kvstore.launch.job.run import Arrangement, check_plan, run_job
 from kvstore.launch.job.signals import Tie, parse
 from kvstore.launch.job.supervisor import Supervisor

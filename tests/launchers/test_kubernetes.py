@@ -42,7 +42,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from kvstore.launch import cli
 from kvstore.launch.backends.kubernetes import run as kubernetes
 from kvstore.launch.backends.kubernetes.pods import Patience
-from kvstore.launch.job.lifecycle import Timing
+from kvstore.launch.job.restarts import Timing
 timing = Timing(drain_s=5, service_s=5, failure_s=1, alone_s=1, step_s=3, killed_s=3)
 patience = Patience(
     poll_s=0.2, silent_s=float(sys.argv[2]), first_remark_s=0.5,

@@ -68,7 +68,7 @@ sys.path.insert(0, sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in os.environ else signal.SIG_DFL)
 from kvstore.launch.cli import main
-from kvstore.launch.job.lifecycle import Timing
+from kvstore.launch.job.restarts import Timing
 # Short where most tests wait it out, long where only a busy machine would; a test sets its own.
 patience = dict(drain_s=25, service_s=25, failure_s=0.5, alone_s=0.3, step_s=0.5, leftover_s=0.2)
 own = (each.split("=") for each in os.environ.get("PATIENCE", "").split())

@@ -21,8 +21,8 @@ from kvstore.arrays.dtypes import dtype_of
 from kvstore.arrays.keys import KeySpec
 from kvstore.checkpoint.directory import write_checkpoint
 from kvstore.checkpoint.optimizer_states import Content, SavedPiece
-from kvstore.launch.job.lifecycle import Exit
 from kvstore.launch.job.report import EndedProcess, failure_block
+from kvstore.launch.job.restarts import Exit
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.run.background import LauncherExit, LauncherOutput, first_cause
 from kvstore.launch.run.call_files import WorkerAnswer, value_of

@@ -49,10 +49,10 @@ from kvstore.launch.environment import allow_files, listen, share_gpus
 from kvstore.launch.job.checks import conclude_check
 from kvstore.launch.job.child import die_with_launcher
 from kvstore.launch.job.guardian import GuardianProcess, succeeds
-from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.places import Event, Finished, IndexedSpecs, LineStream, Note, Place
 from kvstore.launch.job.registry import SHARED_NAME, new_key
 from kvstore.launch.job.report import some_of
+from kvstore.launch.job.restarts import Timing
 from kvstore.launch.job.run import Arrangement, check_plan, checking, run_job
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchError, LaunchOptions

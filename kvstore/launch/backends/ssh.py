@@ -37,9 +37,9 @@ from kvstore.launch.backends.ssh_errors import no_program, refusal
 from kvstore.launch.environment import checkout_root, listen
 from kvstore.launch.job.checks import CheckResult, conclude_check, script_row
 from kvstore.launch.job.guardian import GuardianProcess
-from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.places import Event, LineStream, Note
 from kvstore.launch.job.report import say
+from kvstore.launch.job.restarts import Timing
 from kvstore.launch.job.run import Arrangement, check_plan, checking, run_job
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchError, LaunchOptions

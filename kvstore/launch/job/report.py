@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from kvstore.launch.job.lifecycle import Exit, Lifecycle
+from kvstore.launch.job.lifecycle import Lifecycle
+from kvstore.launch.job.restarts import Exit
 from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 

@@ -23,7 +23,6 @@ from kvstore.launch.job.checks import (
     check_settings,
     read_given_key,
 )
-from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.places import Place, SchedulerLines
 from kvstore.launch.job.registry import new_key, new_key_file, note_job, write_key
 from kvstore.launch.job.report import (
@@ -37,6 +36,7 @@ from kvstore.launch.job.report import (
     say,
     show_failure,
 )
+from kvstore.launch.job.restarts import Timing
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.plan import (

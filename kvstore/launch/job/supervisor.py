@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore.launch.job import places
 from kvstore.launch.job.guardian import GuardianProcess, remove_tree
-from kvstore.launch.job.lifecycle import Again, Effect, Exit, Lifecycle, Phase, Timing
+from kvstore.launch.job.lifecycle import Effect, Lifecycle, Phase
 from kvstore.launch.job.places import LocalPlace, Place
 from kvstore.launch.job.report import (
     JobReport,
@@ -26,6 +26,7 @@ from kvstore.launch.job.report import (
     goes_on,
     starts_again,
 )
+from kvstore.launch.job.restarts import Again, Exit, Timing
 from kvstore.launch.job.signals import ENDING, SignalPipe
 from kvstore.launch.job.terminal import Terminal
 from kvstore.launch.options import LaunchError

@@ -20,9 +20,9 @@ from kvstore.launch.backends.kubernetes.manifest import (
     ROLE_LABEL,
     KubeJob,
 )
-from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.places import Ended, Event, Located, Note
 from kvstore.launch.job.report import some_of
+from kvstore.launch.job.restarts import Timing
 from kvstore.launch.plan import ProcessSpec
 
 # The normal reasons for which a container waits.

@@ -27,9 +27,9 @@ from kvstore.launch.backends.kubernetes.manifest import (
 )
 from kvstore.launch.backends.kubernetes.pods import Patience
 from kvstore.launch.job.checks import CheckResult, conclude_check, read_given_key
-from kvstore.launch.job.lifecycle import Timing
 from kvstore.launch.job.registry import new_key
 from kvstore.launch.job.report import conclude, make_log_dir, remove_logs, say
+from kvstore.launch.job.restarts import Timing
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.options import LaunchError, LaunchOptions
 from kvstore.launch.plan import is_within_a_job

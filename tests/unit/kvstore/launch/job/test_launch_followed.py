@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from kvstore.launch.job.lifecycle import Again, Exit, Lifecycle, Phase, Timing
+from kvstore.launch.job.lifecycle import Lifecycle, Phase
+from kvstore.launch.job.restarts import Again, Exit, Timing
 from kvstore.launch.plan import ProcessSpec
 
 SCHEDULER, SERVER_0, SERVER_1, STANDBY_0, STANDBY_1, WORKER_0, WORKER_1 = range(7)

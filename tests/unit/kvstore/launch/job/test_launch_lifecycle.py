@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from kvstore.launch.job.lifecycle import Lifecycle, Phase, Timing
+from kvstore.launch.job.lifecycle import Lifecycle, Phase
+from kvstore.launch.job.restarts import Timing
 from kvstore.launch.plan import ProcessSpec
 
 SCHEDULER, SERVER, WORKER_0, WORKER_1 = range(4)

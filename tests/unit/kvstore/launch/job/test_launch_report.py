@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.job.lifecycle import Exit, Lifecycle, Timing
+from kvstore.launch.job.lifecycle import Lifecycle
 from kvstore.launch.job.report import (
     EndedProcess,
     JobReport,
@@ -21,6 +21,7 @@ from kvstore.launch.job.report import (
     show_failure,
     starts_again,
 )
+from kvstore.launch.job.restarts import Exit, Timing
 from kvstore.launch.plan import ProcessSpec
 
 SCHEDULER, SERVER, WORKER_0, WORKER_1 = range(4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.launch.job.lifecycle import Phase, Timing
+from kvstore.launch.job.lifecycle import Phase
 from kvstore.launch.job.places import (
     Ended,
     Event,
@@ -20,6 +20,7 @@ from kvstore.launch.job.places import (
     SchedulerLines,
     Started,
 )
+from kvstore.launch.job.restarts import Timing
 from kvstore.launch.job.supervisor import Supervisor
 from kvstore.launch.plan import ProcessSpec
 

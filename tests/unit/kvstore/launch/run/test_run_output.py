@@ -7,8 +7,8 @@ import io
 import pytest
 
 from kvstore.errors import JobFailed, WorkerFailed
-from kvstore.launch.job.lifecycle import Exit
 from kvstore.launch.job.report import EndedProcess, failure_block, goes_on
+from kvstore.launch.job.restarts import Exit
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.run.background import LauncherOutput, show
 from kvstore.launch.run.call_files import MARK
