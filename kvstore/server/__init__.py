@@ -120,8 +120,8 @@ def _import(name: str) -> None:
 def serve(config: Config, *, joined_fd: int = -1) -> int:
     """Run a scheduler or a server until its job is over; returns the exit code.
 
-    If ``joined_fd`` is given, a line is written to it when the cluster is complete, and whenever a
-    process has taken the place of a lost worker.
+    If ``joined_fd`` is given, a line is written to it when the cluster is complete, whenever a
+    process has taken the place of a lost one (of a standby, when it has the server's state).
     """
     try:
         config.checked_for_cluster()
@@ -154,6 +154,9 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
         tell = partial(_tell, joined_fd)
         node.ready.on_done(lambda ready: None if ready.error() else tell("all have joined"))
         node.control.on_seated.append(lambda member: tell(f"{member.name} has its place again"))
+        node.control.on_filled.append(
+            lambda server: tell(f"standby {server.rank} has its place again")
+        )
     goodbye, exit_code = True, 0
     try:
         node.finished.result()

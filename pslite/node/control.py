@@ -69,6 +69,7 @@ class NodeControl(abc.ABC):
         self._never_returns = False
         self._last_word: bool | None = None
         self.on_seated: list[Callable[[NodeInfo], None]] = []
+        self.on_filled: list[Callable[[NodeInfo], None]] = []
 
     # -- gathering ---------------------------------------------------------------------
 

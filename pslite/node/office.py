@@ -24,6 +24,8 @@ class Control(Protocol):
 
     #: The I/O thread calls these with a process that has taken the seat of a lost worker.
     on_seated: list[Callable[[NodeInfo], None]]
+    #: On the scheduler: called with a server whose new standby could take its place.
+    on_filled: list[Callable[[NodeInfo], None]]
 
     def begin(self, now: float) -> None:
         """Join (or, on the scheduler, gather) the cluster."""

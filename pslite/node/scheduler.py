@@ -77,7 +77,9 @@ class SchedulerControl(NodeControl):
         self._surveyor = Surveyor(
             office, node, package, self._rendezvous, self._barriers, self._deadlocked
         )
-        self._seating = Seating(office, self._end_seat, self._vacated, self._seated, self._save)
+        self._seating = Seating(
+            office, self._end_seat, self._vacated, self._seated, self._filled, self._save
+        )
         self._records = SchedulerRecords(office, self._barriers, self._seating.seats)
         #: Van names of the nodes that wait for the roster.
         self._waiting = dict[str, NodeInfo]()
@@ -361,6 +363,10 @@ class SchedulerControl(NodeControl):
     def _seated(self, node: NodeInfo) -> None:
         self._rendezvous.seat(node)
         self._titles[node.node_id] = node.title
+
+    def _filled(self, server: NodeInfo) -> None:
+        for listener in self.on_filled:
+            listener(server)
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:
         """Note that a member reports losses, and perhaps its own end."""

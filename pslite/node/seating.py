@@ -34,7 +34,8 @@ class Seating:
     """The seats of one job.
 
     ``end`` declares a node lost for good, with a reason. ``vacated`` and ``seated`` are called
-    after a seat has become vacant or has another process, ``save`` before others hear of it.
+    after a seat has become vacant or has another process, ``filled`` with a server whose new
+    standby could take its place, and ``save`` before others hear of a change.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Seating:
         end: Callable[[int, str], None],
         vacated: Callable[[int], None],
         seated: Callable[[NodeInfo], None],
+        filled: Callable[[NodeInfo], None],
         save: Callable[[], None],
     ) -> None:
         self._office = office
         self._end = end
         self._vacated = vacated
         self._seated = seated
+        self._filled = filled
         self._save = save
         self.seats = Seats(office.config.rejoin_timeout_s)
         self._timer = office.io_queue.timers.new(self._look)
@@ -118,11 +121,11 @@ class Seating:
 
     def filled(self, node_id: int) -> None:
         """Note that a new standby could take its server's place."""
-        standby = self.seats.is_filled(node_id)
-        if standby is not None:
+        standby, server = self.seats.is_filled(node_id), self._office.membership.node(node_id)
+        if standby is not None and server is not None:
             self._save()
-            title = self._office.membership.title(node_id)
-            self._office.log.info(0, f"{title} has a standby again (pid {standby.pid})")
+            self._filled(server)
+            self._office.log.info(0, f"{server.title} has a standby again (pid {standby.pid})")
 
     def dismiss(self, node_id: int, why: str, *, for_good: bool = False) -> None:
         """Let a server go on without its standby, if it has one."""
