@@ -407,8 +407,9 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     (
         *("--restarts", LAUNCHERS[:-1], "N"),
         "at most N times, start a worker again that fails in a loop over kv.steps: it takes its "
-        "old place and repeats its step; after any other failure end all processes and start the "
-        "whole job again: kv.steps(..., checkpoint=DIR) goes on where it has last saved",
+        "old place and repeats its step; or a standby, for a server that has none any more; after "
+        "any other failure end all processes and start the whole job again: "
+        "kv.steps(..., checkpoint=DIR) goes on where it has last saved",
     ),
     (
         *("--standbys", LAUNCHERS[:-1], "N"),

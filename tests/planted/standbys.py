@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.planted.bug import Bug
 
+LAUNCHER = "tests/unit/kvstore/launch/job/test_launch_next_standbys.py"
 FILE = "tests/faults/test_standbys.py"
 AT = f"{FILE}::test_a_server_or_its_standby_may_be_killed_before_any_step_of_the_simulation"
 SYNC, ASYNC = f"{AT}[server-sync-0]", f"{AT}[server-async-0]"
@@ -235,5 +236,35 @@ BUGS = [
         "isinstance(message, Leave | Members | Vacant | Seated)",
         "isinstance(message, Members | Vacant | Seated)",
         f"{FILE}::test_two_servers_may_be_lost_one_after_the_other_or_together",
+    ),
+    Bug(
+        "the launcher starts a standby again that its server has let go",
+        "kvstore/launch/job/restarts.py",
+        "exits[index].status != 0 and server not in exits\n",
+        "server not in exits\n",
+        f"{LAUNCHER}::test_a_new_standby_that_its_server_lets_go_is_not_started_again",
+    ),
+    Bug(
+        "the launcher believes that a new standby could take its server's place at once",
+        "kvstore/launch/job/restarts.py",
+        "            self.excused.discard(index)\n        return server\n",
+        "            self.excused.discard(index)\n"
+        "            self._servers[index] = self.unfilled.pop(index)\n"
+        "        return server\n",
+        f"{LAUNCHER}::test_a_server_that_ends_before_its_new_standby_is_filled_fails_the_job",
+    ),
+    Bug(
+        "the launcher starts standbys that cannot be filled for ever",
+        "kvstore/launch/job/restarts.py",
+        "            if not self.is_hopeless(index)\n",
+        "",
+        f"{LAUNCHER}::test_after_three_standbys_that_were_not_filled_the_server_is_left_alone",
+    ),
+    Bug(
+        "the launcher starts a standby beside its server though there is another host",
+        "kvstore/launch/job/supervisor.py",
+        "for place in (apart + able)[:1]:",
+        "for place in able[:1]:",
+        "tests/unit/kvstore/launch/job/test_launch_supervisor.py",
     ),
 ]

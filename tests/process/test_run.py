@@ -151,6 +151,38 @@ def test_a_worker_that_is_killed_is_started_again_and_its_call_goes_on() -> None
     assert results == [(0, [0.531441] * 2), (3, [0.531441] * 2)]
 
 
+def test_a_server_that_is_killed_twice_is_replaced_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(scheduler_log: Path) -> list[float]:
+        kv = mx.create("dist_sync")
+        kv.init("w", np.ones(2))
+        weights = kv.pull("w")
+        for kill_number in (1, 2):
+            if kv.rank == 0:
+                (pid,) = [node.pid for node in kv.node.membership.roster if node.role == "server"]
+                os.kill(pid, signal.SIGKILL)
+            kv.pushpull("w", weights * 0.9 / kv.num_workers, out=weights)
+            while scheduler_log.read_text().count("has a standby again") < kill_number:
+                time.sleep(0.01)
+            kv.barrier()
+        return weights.round(6).tolist()
+
+    logs = tmp_path / "logs"
+    results = mx.run(
+        train,
+        args=(logs / "scheduler.log",),
+        workers=2,
+        servers=1,
+        standbys=1,
+        restarts=2,
+        log_dir=logs,
+    )
+    assert results == [[0.81, 0.81]] * 2
+    err = capsys.readouterr().err
+    assert "[launcher] starting a standby of server 0 again (2 of 2 restarts)" in err
+
+
 @pytest.mark.slow(reason="a cluster that loses its scheduler runs always")
 def test_a_call_that_needs_no_barrier_returns_though_the_scheduler_was_killed(
     capsys: pytest.CaptureFixture[str],

@@ -17,7 +17,8 @@ afterwards which exit was the cause. Processes that are started again are in ``r
        │
        ├──a worker failed, and may be started again──> RUNNING, after a pause
        │
-       ├──a server failed whose standby runs, or a standby failed whose server runs──> RUNNING
+       ├──a server failed whose standby runs, or a standby failed whose server runs──> RUNNING,
+       │    and another standby may be started, after a pause
        │
        └──SIGINT, SIGTERM, SIGHUP──> STOPPING: stronger and stronger signals until all have ended
 
@@ -35,16 +36,26 @@ end is the cause. If it does, that end is forgotten.
 
 With ``--standbys``, the scheduler gives the place of a lost server to its standby, which is the
 server from then on. Until the scheduler says so, the end of the server is remembered as with a
-worker. A server whose standby has ended goes on, and its end is a failure again.
+worker. A server whose standby has ended goes on, and its end is a failure again. With
+``--restarts``, a server without a standby gets another one. Its end is a failure until the
+scheduler says that the new standby has its state.
 """
 
 from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
-from kvstore.launch.job.restarts import Again, Exit, Restarts, Standbys, Timing
+from kvstore.launch.job.restarts import (
+    MOST_VAIN_STARTS,
+    Again,
+    Exit,
+    Restarts,
+    Standbys,
+    Timing,
+)
 from kvstore.launch.plan import ProcessSpec
 
 
@@ -71,9 +82,12 @@ class Lifecycle:
     """Follows one job from its start until all its processes have ended."""
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], timing: Timing, worker_restarts: int = 0
+        self, specs: Sequence[ProcessSpec], timing: Timing, restarts: int = 0, num_used: int = 0
     ) -> None:
-        """``worker_restarts`` is how many times workers may be started again."""
+        """``restarts`` is how many times workers and standbys may be started again.
+
+        ``num_used`` is how many restarts there have been in earlier attempts.
+        """
         self.phase = Phase.RUNNING
         self.exits: dict[int, Exit] = {}
         self.interrupted_by: signal.Signals | None = None
@@ -88,7 +102,7 @@ class Lifecycle:
         self.deadline_s: float | None = None
         """The latest time for the next :meth:`tick`; None if there is no deadline."""
         self._ladder: list[signal.Signals] = []
-        self.restarts = Restarts(timing, worker_restarts)
+        self.restarts = Restarts(timing, restarts, num_used)
         self.standbys = Standbys(specs)
 
     @property
@@ -112,6 +126,11 @@ class Lifecycle:
         return self.restarts.num_returned
 
     @property
+    def num_restarts(self) -> int:
+        """How many restarts of single processes count for the attempts that may follow."""
+        return self.num_returned + self.standbys.num_started
+
+    @property
     def excused(self) -> Set[int]:
         """The processes whose ends are no failures, whatever their status."""
         return self.standbys.excused
@@ -129,10 +148,12 @@ class Lifecycle:
         stopped = self.phase is Phase.STOPPING
         for index, status in statuses.items():
             self.exits[index] = Exit(index, status, now_s, self._sweep, stopped)
+        if self._has_scheduler_ended():  # no standby can be filled any more
+            self._give_up(self.standbys.unfilled)
         failures, spared = self._sort(statuses)
         if not is_final and self._may_return(failures):
             for index in failures:
-                self.restarts.plan(self.exits.pop(index), now_s)
+                self.restarts.plan(self.exits.pop(index))
             failures = []
         # Without a scheduler, no process can get the place of another.
         awaited = self.restarts.setbacks or self.standbys.awaited
@@ -144,7 +165,25 @@ class Lifecycle:
             return self._go_on_without_scheduler(now_s)
         elif self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FAILING):
             self._settle(failed, now_s)
-        return [self.exits[index] for index in spared] if self.phase is Phase.RUNNING else []
+        if self.phase is not Phase.RUNNING:
+            return []
+        told: list[Effect] = [self.exits[index] for index in spared]
+        alone = [self._left_alone(index) for index in spared if self.standbys.is_hopeless(index)]
+        self.standbys.remarks += alone
+        self._plan_standbys()
+        return told + alone
+
+    def _plan_standbys(self) -> None:
+        """Plan the starts of standbys for servers that have lost theirs."""
+        for index in self.standbys.missing(self.exits) if self._can_follow() else ():
+            if self.restarts.num_left > 0:
+                self.restarts.plan(self.exits.pop(index), is_setback=False)
+
+    def _left_alone(self, standby: int) -> str:
+        return (
+            f"server {self._specs[standby].rank} is left without a standby: {MOST_VAIN_STARTS} in "
+            "a row have ended before they had its state"
+        )
 
     def _sort(self, statuses: Mapping[int, int]) -> tuple[list[int], list[int]]:
         """Return which of these ends are failures, and which only need a message."""
@@ -169,6 +208,9 @@ class Lifecycle:
         """Handle the scheduler's report that the place of a lost process is taken."""
         if role == "server":
             self.standbys.returned(rank, self._specs)
+            self._plan_standbys()
+        elif role == "standby":
+            self.standbys.filled(rank, self._specs, self.exits.keys() | self.restarts.due.keys())
         for index, spec in enumerate(self._specs):
             if (spec.role, spec.rank, role) == ("worker", rank, "worker"):
                 self.restarts.returned(index)
@@ -204,7 +246,10 @@ class Lifecycle:
 
     def tick(self, now_s: float) -> list[Effect]:
         """Act on deadlines that have passed."""
-        starts: list[Effect] = [*self.restarts.take(now_s)]
+        starts: list[Effect] = [
+            replace(again, server=self.standbys.started(again.found.index))
+            for again in self.restarts.take(now_s)
+        ]
         if starts or self.deadline_s is None or now_s < self.deadline_s:
             return starts
         if self.phase is Phase.STOPPING:
@@ -212,6 +257,8 @@ class Lifecycle:
         if self.phase is Phase.DRAINING and not self._joined:
             self.unjoined = self.failed = True
             return self._stop(signal.SIGTERM, now_s)
+        if self.phase is Phase.DRAINING and self._all_ended(worker=False):
+            return self._stop(signal.SIGTERM, now_s)  # a standby came when the scheduler had ended
         if self.phase is Phase.DRAINING:
             self.drain_expired = True
             warning = (
@@ -249,6 +296,8 @@ class Lifecycle:
                 self._enter(Phase.DRAINING, now_s + patience_s)
             elif not self._joined and self._has_scheduler_ended_well():
                 self.joined(now_s)
+            if self.deadline_s is not None and self._all_ended(worker=False):
+                self.deadline_s = min(self.deadline_s, now_s + self._timing.alone_s)
         elif self._all_ended(worker=False):
             self.deadline_s = None
         elif self.deadline_s is None:
@@ -262,8 +311,8 @@ class Lifecycle:
         """Return whether only the scheduler failed and joined workers can continue."""
         if len(failures) != 1 or self._specs[failures[0]].role != "scheduler":
             return False
-        if self.standbys.awaited:
-            return False  # only the scheduler gives a standby its place
+        if self.standbys.awaited or self.setbacks:
+            return False  # only the scheduler gives a process its place
         is_meant = self.exits[failures[0]].status < 0 or not killed
         return is_meant and self._is_certain is True and not self._all_ended(worker=True)
 
@@ -295,14 +344,18 @@ class Lifecycle:
         self.phase = phase
         self.deadline_s = deadline_s
         if phase is not Phase.RUNNING:
-            for end in self.restarts.cancel():
-                self.exits.setdefault(end.index, end)
+            self._give_up(list(self.restarts.due))
             if len(self.exits) == len(self._specs):
                 self.phase, self.deadline_s = Phase.ENDED, None
 
+    def _give_up(self, starts: Iterable[int]) -> None:
+        for end in self.restarts.cancel(starts):
+            self.exits.setdefault(end.index, end)
+
     def _all_ended(self, *, worker: bool) -> bool:
+        """Return whether all workers, or all others but unfilled standbys, have ended."""
         return all(
-            index in self.exits
+            index in self.exits or index in self.standbys.unfilled
             for index, spec in enumerate(self._specs)
             if (spec.role == "worker") == worker
         )

@@ -82,7 +82,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Returned:
-    """Another process has the place of a lost worker or server."""
+    """Another process has the place of a lost worker, server or standby."""
 
     rank: int
     role: str = "worker"
@@ -97,6 +97,8 @@ class Finished:
 
 Event = Started | Output | Ended | CannotStart | Note | Located | Joined | Returned | Finished
 IndexedSpecs = Sequence[tuple[int, ProcessSpec]]
+
+_SEATED = [[b"worker"], [b"server"], [b"standby"]]
 
 Handler = Callable[[float], "list[Event]"]
 """The function for a descriptor in a selector; called with the time when the descriptor is ready.
@@ -120,7 +122,7 @@ class SchedulerLines:
         for words in map(bytes.split, lines):
             if words[:1] == [b"all"]:
                 events.append(Joined())
-            elif words[:1] in ([b"worker"], [b"server"]) and words[1].isdigit():
+            elif words[:1] in _SEATED and words[1].isdigit():
                 events.append(Returned(int(words[1]), words[0].decode()))
         return events
 

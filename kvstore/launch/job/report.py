@@ -217,6 +217,13 @@ def starts_again(worker: EndedProcess) -> str:
     return f"{worker.spec.name} ({where}) ended with {_how(worker)}: starting it again"
 
 
+def starts_standby(standby: ProcessRecord, num_used: int, num_all: int) -> str:
+    """Return the message for another standby; ``num_used`` counts its restart, too."""
+    where = "" if standby.label is None else f" on {standby.label}"
+    count = f"{num_used} of {num_all} restart{'s' * (num_all > 1)}"
+    return f"starting a standby of server {standby.spec.rank} again{where} ({count})"
+
+
 def _last_words(ended: EndedProcess) -> tuple[str, int, Sequence[str]]:
     """Return role, status and last line: earlier lines may contain process ids."""
     return ended.spec.role, ended.exit.status, list(ended.last_lines)[-1:]
@@ -282,6 +289,11 @@ class ProcessRecord:
         name = self.spec.name if self.label is None else f"{self.spec.name}@{self.label}"
         prefix = f"[{name}] ".encode()
         return b"".join(prefix + line + b"\n" for line in lines)
+
+    def trade_seats(self, other: ProcessRecord) -> None:
+        """Exchange names and log files with a process whose place this one takes."""
+        self.spec, other.spec = other.spec, self.spec
+        self._log, other._log = other._log, self._log
 
     def stop_logging(self) -> None:
         if self._log is not None:

@@ -8,10 +8,13 @@ which server.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.launch.plan import ProcessSpec
+
+MOST_VAIN_STARTS = 3
+"""How many times in a row a standby is started that ends before it has its server's state."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Timing:
     step_s: float = 3.0  # between one signal and the next, stronger one
     killed_s: float = 10.0  # for the kernel to end a process after SIGKILL
     leftover_s: float = 1.0  # for grandchildren to end, between SIGTERM and SIGKILL
-    worker_restart_s: float = 0.2  # before the first restart of a worker; then restart_s
+    worker_restart_s: float = 0.2  # before the first restart of one process; then restart_s
     restart_s: float = 1.0  # before the first restart of a job; twice as long before each further
     longest_restart_s: float = 30.0
 
@@ -48,42 +51,50 @@ class Exit:
 
 @dataclass(frozen=True)
 class Again:
-    """A worker that failed is to be started again, for the ``number``-th time.
+    """A worker or a standby is to be started, for the ``number``-th time.
 
-    ``found`` was its end.
+    ``found`` was the last end of this process. ``server`` is the one for which a standby is needed;
+    then ``found`` may be the end of the process whose place this server has taken.
     """
 
     found: Exit
     number: int
+    server: int | None = None
 
 
 class Restarts:
-    """The workers that were started again, or will be. Pure."""
+    """The workers and standbys that were started again, or will be. Pure."""
 
-    def __init__(self, timing: Timing, num_left: int) -> None:
+    def __init__(self, timing: Timing, num_left: int, num_used: int = 0) -> None:
         self._timing = timing
-        #: How many restarts are left.
-        self.num_left = num_left
+        #: How many restarts are left, and how many there have been, also in earlier attempts.
+        self.num_left, self.num_used = num_left, num_used
+        self.num_all = num_left + num_used
         #: How many times a worker that was started again got its place.
         self.num_returned = 0
         #: The first ends of workers that have not got their places again: probably their cause.
         self.setbacks: dict[int, Exit] = {}
         self._last_ends: dict[int, Exit] = {}
         self._num_starts: Counter[int] = Counter()
-        #: Worker -> when to start it.
+        #: Process -> when to start it.
         self.due: dict[int, float] = {}
 
-    def plan(self, found: Exit, now_s: float) -> None:
-        """Plan the restart of a worker that has just ended."""
+    def plan(self, found: Exit, *, is_setback: bool = True) -> None:
+        """Plan the restart of a process that has ended.
+
+        ``is_setback`` says that the job fails if it does not get its place.
+        """
         index, timing = found.index, self._timing
         self._last_ends[index] = found
-        self.setbacks.setdefault(index, found)
+        if is_setback:
+            self.setbacks.setdefault(index, found)
         count = self._num_starts[index]
         wait_s = timing.restart_s * 2 ** min(count - 1, 16) if count else 0.0
         wait_s = max(timing.worker_restart_s, min(wait_s, timing.longest_restart_s))
         self._num_starts[index] += 1
         self.num_left -= 1
-        self.due[index] = now_s + wait_s
+        self.num_used += 1
+        self.due[index] = found.at_s + wait_s
 
     def take(self, now_s: float) -> list[Again]:
         """Return the starts that are due."""
@@ -99,31 +110,42 @@ class Restarts:
         if index in self.due:  # it has ended once more before this was heard
             self.setbacks[index] = self._last_ends[index]
 
-    def cancel(self) -> list[Exit]:
-        """Start none of them any more; return the ends of those that were to be started."""
-        ends = [self._last_ends[index] for index in self.due]
-        self.due.clear()
+    def cancel(self, indices: Iterable[int]) -> list[Exit]:
+        """Do not start these any more; return the ends of those that were to be started."""
+        ends = [self._last_ends[index] for index in indices if index in self.due]
         for end in ends:
-            if self.setbacks[end.index] is end:
+            del self.due[end.index]
+            if self.setbacks.get(end.index) is end:
                 del self.setbacks[end.index]
         return ends
 
 
 class Standbys:
-    """The standbys of servers, and whose places they have taken. Pure."""
+    """The standbys of servers, and whose places they have taken. Pure.
+
+    If a standby is lost, or has taken the place of its server, a process is to be started as the
+    next standby: that of the lost standby, or of the lost server, again. It is *unfilled* until it
+    has the state of its server, and so could take its place.
+    """
 
     def __init__(self, specs: Sequence[ProcessSpec]) -> None:
         servers = {spec.rank: index for index, spec in enumerate(specs) if spec.role == "server"}
-        #: Standby -> its server, whose place it has not taken.
+        #: Standby -> its server, whose place it could take.
         self._servers = {
             index: servers[spec.rank] for index, spec in enumerate(specs) if spec.role == "standby"
         }
+        #: Unfilled standby, also one that may be started -> its server.
+        self.unfilled: dict[int, int] = {}
+        #: How many times a process was started as a standby and was not filled.
+        self._num_vain: Counter[int] = Counter()
         #: The servers that have failed and whose places their standbys have not taken yet.
         self.awaited: set[int] = set()
         #: The processes whose ends are no failures: replaced servers, and ended standbys.
         self.excused: set[int] = set()
-        #: How many places standbys have taken.
-        self.num_seated = 0
+        #: How many places standbys have taken, and how many standbys were started again.
+        self.num_seated = self.num_started = 0
+        #: Sentences for the end of the report.
+        self.remarks: list[str] = []
 
     def sort(
         self, statuses: Mapping[int, int], exits: Mapping[int, Exit], *, can_follow: bool
@@ -136,7 +158,7 @@ class Standbys:
         failed: list[int] = []
         spared: list[int] = []
         for index, status in statuses.items():
-            server = self._servers.get(index)
+            server = self.server_of(index)
             if server is None:
                 running = (of for by, of in self._servers.items() if by not in exits)
                 if status != 0 and can_follow and index in running:
@@ -150,13 +172,54 @@ class Standbys:
                 self.excused.add(index)
                 if status != 0 and server not in exits:
                     spared.append(index)
+                    self._servers.pop(index, None)
+                    self.unfilled[index] = server
         return failed, spared
+
+    def server_of(self, index: int) -> int | None:
+        """Return the server of a standby, or None for another process."""
+        return self._servers.get(index, self.unfilled.get(index))
 
     def returned(self, rank: int, specs: Sequence[ProcessSpec]) -> None:
         """Note that a standby has taken the place of its server."""
         for standby, server in list(self._servers.items()):
             if specs[server].rank == rank:
                 del self._servers[standby]
+                self.unfilled[server] = standby
                 self.awaited.discard(server)
                 self.excused.add(server)
                 self.num_seated += 1
+
+    def filled(self, rank: int, specs: Sequence[ProcessSpec], ended: Collection[int]) -> None:
+        """Note that a standby that was started again could take its server's place."""
+        for standby, server in list(self.unfilled.items()):
+            if specs[server].rank == rank and self._num_vain[standby]:
+                self._num_vain[standby] = 0
+                if standby not in ended:
+                    del self.unfilled[standby]
+                    self._servers[standby] = server
+
+    def missing(self, exits: Mapping[int, Exit]) -> list[int]:
+        """Return the standbys that have ended and may be started again.
+
+        A server that needs no standby lets it end with 0.
+        """
+        return [
+            index
+            for index, server in self.unfilled.items()
+            if index in exits and exits[index].status != 0 and server not in exits
+            if not self.is_hopeless(index)
+        ]
+
+    def is_hopeless(self, index: int) -> bool:
+        """Return whether a standby was started so often in vain that this is over."""
+        return self._num_vain[index] >= MOST_VAIN_STARTS
+
+    def started(self, index: int) -> int | None:
+        """Note that a process is started again; return its server if it is a standby."""
+        server = self.unfilled.get(index)
+        if server is not None:
+            self._num_vain[index] += 1
+            self.num_started += 1
+            self.excused.discard(index)
+        return server

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvstore.launch.job.checks import (
     check_settings,
     read_given_key,
 )
+from kvstore.launch.job.lifecycle import Lifecycle
 from kvstore.launch.job.places import Place, SchedulerLines
 from kvstore.launch.job.registry import new_key, new_key_file, note_job, write_key
 from kvstore.launch.job.report import (
@@ -83,12 +85,13 @@ def run_job(
     """
     check_plan(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
-    logs, num_failed, num_returned, num_replaced = log_dir, 0, 0, 0
+    logs, num_failed, num_single = log_dir, 0, 0
+    mended = Counter[str]()
     try:
         while True:
             facts = JobFacts(secrets.token_hex(8), checkout_root(), attempt=num_failed)
             shown_logs = f"{logs}, kept if the job fails" if is_temporary else str(logs)
-            num_left = options.restarts - num_failed - num_returned
+            num_left = options.restarts - num_failed - num_single
             may_try = num_left > 0
             try:
                 report = _supervise(
@@ -101,21 +104,22 @@ def run_job(
                     logs,
                     shown_logs,
                     num_left or options.worker_restarts,
+                    num_failed + num_single,
                 )
             except LaunchError as error:  # of an attempt: a host may answer a little later
                 if num_failed == 0 or not may_try or error.exit_code != 1:
                     raise
                 say(str(error))
             else:
-                num_returned += report.lifecycle.num_returned
-                num_replaced += report.lifecycle.standbys.num_seated
-                may_try = num_left > report.lifecycle.num_returned
+                num_single += report.lifecycle.num_restarts
+                mended.update(_mended(report.lifecycle))
+                may_try = num_left > report.lifecycle.num_restarts
                 if not (may_try and may_restart(report)):
                     break
                 show_failure(report, logs)
             wait_s = min(timing.restart_s * 2 ** min(num_failed, 16), timing.longest_restart_s)
             num_failed += 1
-            of = f"restart {num_failed + num_returned} of {options.restarts}"
+            of = f"restart {num_failed + num_single} of {options.restarts}"
             say(f"{of}: starting all processes again in {wait_s:g} s")
             time.sleep(wait_s)
             logs = attempt_log_dir(log_dir, num_failed)
@@ -126,15 +130,22 @@ def run_job(
     if num_failed and code == 0:
         times = f"{num_failed} restart{'s' * (num_failed > 1)}"
         say(f"the job succeeded after {times}; logs of all attempts: {log_dir}")
-    elif (num_returned or num_replaced) and code == 0:
-        counts = {"worker": num_returned, "server": num_replaced}
-        replaced = " and ".join(
-            f"a lost {role} was replaced {count} time{'s' * (count > 1)}"
-            for role, count in counts.items()
-            if count
-        )
-        say(f"the job succeeded; {replaced}")
+    elif mended.total() and code == 0:
+        *some, last = [
+            f"{what} {count} time{'s' * (count > 1)}" for what, count in mended.items() if count
+        ]
+        times = f"{', '.join(some)} and {last}" if some else last
+        say("; ".join(["the job succeeded", times, *report.lifecycle.standbys.remarks]))
     return code
+
+
+def _mended(job: Lifecycle) -> dict[str, int]:
+    """Return what was done about lost processes, and how many times."""
+    return {
+        "a lost worker was replaced": job.num_returned,
+        "a lost server was replaced": job.standbys.num_seated,
+        "a standby was started again": job.standbys.num_started,
+    }
 
 
 def check_plan(
@@ -178,6 +189,7 @@ def _supervise(
     log_dir: Path,
     shown_logs: str,
     num_restarts: int,
+    num_used: int,
 ) -> JobReport:
     key_file = None if brings_a_key(options, environ) else new_key_file()
     given = {**environ, **dict(options.environment)}
@@ -223,7 +235,7 @@ def _supervise(
                 hosts = dict.fromkeys(place.label or "this machine" for _, place in assigned[1:])
                 line = complete_line(specs, hosts, address, shown_logs)
                 supervisor.terminal.show_status(scheduler, line)
-            supervisor.start(assigned, variables, restarts)
+            supervisor.start(assigned, variables, restarts, num_used)
             joined.close()  # only the scheduler holds it now, so its death closes it
             supervisor.joined = SchedulerLines(heard)
             # When the scheduler dies, its port stays taken while nodes of this job run: no other

@@ -20,11 +20,13 @@ from kvstore.launch.job.guardian import GuardianProcess, remove_tree
 from kvstore.launch.job.lifecycle import Effect, Lifecycle, Phase
 from kvstore.launch.job.places import LocalPlace, Place
 from kvstore.launch.job.report import (
+    EXIT_CANNOT_EXECUTE,
     JobReport,
     ProcessRecord,
     cannot_start,
     goes_on,
     starts_again,
+    starts_standby,
 )
 from kvstore.launch.job.restarts import Again, Exit, Timing
 from kvstore.launch.job.signals import ENDING, SignalPipe
@@ -115,17 +117,19 @@ class Supervisor:
         self,
         assigned: Sequence[tuple[ProcessSpec, Place]],
         variables: Mapping[str, str],
-        worker_restarts: int = 0,
+        restarts: int = 0,
+        num_used: int = 0,
     ) -> None:
         """Start each process at its place; :meth:`wait` reports a failed start.
 
         ``variables`` are the environment on this machine; each process adds its own.
-        ``worker_restarts`` is how many times workers may be started again.
+        ``restarts`` is how many times workers and standbys may be started again; ``num_used`` is
+        how many restarts there have been in earlier attempts.
         """
         self._records = [ProcessRecord(spec, at.label, self._log_dir) for spec, at in assigned]
         self._assigned = [place for _, place in assigned]
         specs = [spec for spec, _ in assigned]
-        self._lifecycle = Lifecycle(specs, self._timing, worker_restarts)
+        self._lifecycle = Lifecycle(specs, self._timing, restarts, num_used)
         for place in self._places:  # this machine first
             mine = [(index, one[0]) for index, one in enumerate(assigned) if one[1] is place]
             self._take_in(place.start(mine, variables))
@@ -252,9 +256,15 @@ class Supervisor:
     def _refuse(self, lifecycle: Lifecycle, event: places.CannotStart) -> None:
         """Handle a failed start: no process from ``event.index`` on has started.
 
-        A failure on this machine comes first: then no process was started on the others either.
+        A failure on this machine comes first: then no process was started on the others either. A
+        standby that cannot be started again counts as ended: its server goes on.
         """
         here = self._assigned[event.index]
+        if event.index in lifecycle.standbys.unfilled:
+            self._records[event.index].why = f"it cannot be started: {event.text}"
+            statuses = {event.index: EXIT_CANNOT_EXECUTE}
+            self._carry_out(lifecycle.exited(statuses, time.monotonic()))
+            return
         if self._start_failure is None:
             spec = self._records[event.index].spec
             self._start_failure = cannot_start(spec, here.label, event.number, event.text)
@@ -273,7 +283,7 @@ class Supervisor:
                 for place in self._places:
                     place.send_signal(effect)
             elif isinstance(effect, Again):
-                self._start_again(effect)
+                self._start_again(effect, self._lifecycle)
             elif isinstance(effect, Exit):
                 lost = self._records[effect.index].ended(effect)
                 if lost.spec.role == "scheduler":  # it was the source of the status
@@ -282,19 +292,36 @@ class Supervisor:
             else:
                 self.terminal.say(effect)
 
-    def _start_again(self, again: Again) -> None:
-        """Start a worker again that has failed."""
+    def _start_again(self, again: Again, lifecycle: Lifecycle | None) -> None:
+        """Start a worker again that has failed, or another standby."""
+        assert lifecycle is not None
         index = again.found.index
-        record, place = self._records[index], self._assigned[index]
-        ended = record.ended(again.found)
-        if self._lifecycle is not None and self._lifecycle.setbacks[index] is again.found:
-            record.setback = ended
-        self.terminal.say(starts_again(ended))
+        record, ended = self._records[index], self._records[index].ended(again.found)
+        if again.server is not None:
+            self._let_stand_by(index, again.server)
+            restarts = lifecycle.restarts
+            self.terminal.say(starts_standby(record, restarts.num_used, restarts.num_all))
+        else:
+            if lifecycle.setbacks[index] is again.found:
+                record.setback = ended
+            self.terminal.say(starts_again(ended))
         environment = dict(record.spec.environment)
         attempt = int(environment.get("DMLC_NUM_ATTEMPT", "0")) + again.number
         environment["DMLC_NUM_ATTEMPT"] = str(attempt)
         spec = replace(record.spec, environment=environment)
-        self._take_in(place.start_again(index, spec))
+        self._take_in(self._assigned[index].start_again(index, spec))
+
+    def _let_stand_by(self, index: int, server: int) -> None:
+        """Make a process the standby of a server, on another host if there is one."""
+        record, primary = self._records[index], self._records[server]
+        if record.spec.role == "server":  # the standby has taken its place
+            record.trade_seats(primary)
+        places = (self._assigned[index], *self._assigned[1:])  # the scheduler is the first process
+        able = [place for place in places if place.can_start_again]
+        apart = [place for place in able if place.label != self._assigned[server].label]
+        for place in (apart + able)[:1]:
+            self._assigned[index] = place
+            record.label, record.why = place.label, None
 
     def _finish(self) -> None:
         """End left-over processes at all places, and show their last output."""

@@ -80,7 +80,8 @@ def run(
         python: the path of the workers' Python; by default this one.
         restarts: how many times workers that die may be started again. Such a worker calls ``fn``
             again, and a loop over ``kv.steps`` in it repeats its step (``docs/recovery.md``).
-        standbys: 1 for a standby of each server, which takes its place if it dies, else 0.
+        standbys: 1 for a standby of each server, which takes its place if it dies, else 0. With
+            ``restarts``, standbys that die or have taken a place are started again, too.
 
     Raises the error that a worker raised; its cause is a ``WorkerFailed`` with the worker's
     traceback. The other workers are ended. Raises ``WorkerFailed`` if a worker died, or if its

@@ -79,7 +79,7 @@ class JobOptions:
     log_dir: str | None = None
     python: str | None = None
     restarts: int = 0
-    """How many times workers may be started again."""
+    """How many times workers and standbys may be started again."""
     standbys: int = 0
 
 

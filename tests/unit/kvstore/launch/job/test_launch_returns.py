@@ -275,7 +275,7 @@ def test_until_it_has_its_place_its_first_end_is_kept_and_its_last_one_is_told()
     assert (life.phase, life.failed) == (Phase.ENDED, True)
 
 
-@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize("status", [0, 1, -9])
 def test_a_scheduler_that_ends_before_a_worker_has_its_place_fails_the_job(status: int) -> None:
     life = job()
     fail_and_start(life, 1.0)

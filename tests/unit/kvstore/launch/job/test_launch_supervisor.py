@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.launch.job.lifecycle import Phase
 from kvstore.launch.job.places import (
+    CannotStart,
     Ended,
     Event,
     IndexedSpecs,
@@ -46,7 +47,9 @@ def test_that_all_have_joined_and_who_returns_are_lines(
     assert after(*ends, b"worker 1 has its place again\n") == [Returned(1)]
     both = b"worker 0 has its place again\nworker 12 has its place again\n"
     assert after(*ends, both) == [Returned(0), Returned(12)]
-    assert after(*ends, b"server 1 has its place again\n") == [Returned(1, "server")]
+    for role in ("server", "standby"):
+        line = f"{role} 1 has its place again\n"
+        assert after(*ends, line.encode()) == [Returned(1, role)]
 
 
 def test_a_line_counts_when_it_is_complete_whatever_the_pieces(
@@ -111,7 +114,7 @@ def supervisor(tmp_path: Path, stage: Stage) -> Iterator[Supervisor]:
     """The supervisor of a job of a scheduler and a worker that have joined."""
     supervisor = Supervisor("0123", {}, tmp_path, Timing())
     supervisor.add_place(stage)
-    supervisor.start([(spec, stage) for spec in SPECS], {}, worker_restarts=2)
+    supervisor.start([(spec, stage) for spec in SPECS], {}, restarts=2)
     supervisor._take_in([Joined()])
     yield supervisor
     for record in supervisor._records:
@@ -166,3 +169,115 @@ def test_where_its_place_cannot_start_it_or_is_gone_its_end_is_final(
     assert supervisor._lifecycle.phase is Phase.FAILING
     assert supervisor._lifecycle.exits[WORKER].status == 255
     assert stage.again == []
+
+
+# -- standbys that are started again -------------------------------------------------------
+
+SERVER, STANDBY = 1, 2
+
+
+class Host(Stage):
+    """A place on a host of this name."""
+
+    def __init__(self, label: str | None) -> None:
+        super().__init__()
+        self.label = label
+
+
+def with_standby(tmp_path: Path, *hosts: Host) -> Iterator[Supervisor]:
+    """The supervisor of a job with a scheduler, a server, its standby and a worker."""
+    supervisor = Supervisor("0123", {}, tmp_path, Timing())
+    for host in hosts:
+        supervisor.add_place(host)
+    roles = ("scheduler", "server", "standby", "worker")
+    specs = [ProcessSpec(role, 0, (role,), {"ROLE": role}) for role in roles]
+    supervisor.start(list(zip(specs, hosts, strict=True)), {}, restarts=4, num_used=1)
+    supervisor._take_in([Joined()])
+    yield supervisor
+    for record in supervisor._records:
+        record.stop_logging()
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> list[Host]:
+    """Where the scheduler, the server, the standby and the worker run."""
+    return [Host(label) for label in getattr(request, "param", (None, "a", "b", "c"))]
+
+
+@pytest.fixture
+def pair(tmp_path: Path, hosts: list[Host]) -> Iterator[Supervisor]:
+    yield from with_standby(tmp_path, *hosts)
+
+
+def take_over(pair: Supervisor) -> None:
+    pair._take_in([Ended({SERVER: -9}), Returned(0, "server")])
+    after_the_pause(pair)
+
+
+def test_the_process_of_a_server_becomes_the_next_standby_and_names_and_logs_follow(
+    pair: Supervisor, hosts: list[Host], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pair._take_in([Output(SERVER, True, [b"1"]), Output(STANDBY, True, [b"2"])])
+    take_over(pair)
+    assert hosts[1].again == [(SERVER, {"DMLC_NUM_ATTEMPT": "1", "ROLE": "standby"})]
+    pair._take_in([Output(SERVER, True, [b"3"]), Output(STANDBY, True, [b"4"])])
+    pair.terminal.write_last(pair._signals, is_interrupted=False)
+    assert (tmp_path / "server-0.log").read_text() == "1\n4\n"
+    assert (tmp_path / "standby-0.log").read_text() == "2\n3\n"
+    assert capfd.readouterr().err.splitlines() == [
+        "[server 0@a] 1",
+        "[standby 0@b] 2",
+        "[launcher] server 0 (pid 100 on a) ended with signal SIGKILL: standby 0 takes its place",
+        "[launcher] starting a standby of server 0 again on a (2 of 5 restarts)",
+        "[standby 0@a] 3",
+        "[server 0@b] 4",
+    ]
+
+
+def test_a_lost_standby_is_started_again_with_its_variables(
+    pair: Supervisor, hosts: list[Host]
+) -> None:
+    pair._take_in([Ended({STANDBY: 1})])
+    after_the_pause(pair)
+    pair._take_in([Ended({STANDBY: 1})])
+    after_the_pause(pair)
+    assert hosts[2].again == [
+        (STANDBY, {"DMLC_NUM_ATTEMPT": str(attempt), "ROLE": "standby"}) for attempt in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "lost", "where"),
+    [
+        ((None, "a", "b", "c"), [1], 3),  # the host of the lost server is lost, too
+        ((None, "a", "b", "b"), [1], 2),  # only the host of the new server is left
+        ((None, "a", "b", "b"), [], 1),
+        ((None, "a", "a", "b"), [], 3),
+        ((None, "a", "a", "a"), [], 1),
+        ((None, None, None, None), [], 1),
+        ((None, "a", "b", "c"), [1, 2, 3], 1),  # it says that it cannot
+    ],
+    indirect=["hosts"],
+)
+def test_a_standby_is_on_another_host_than_its_server_if_there_is_one(
+    pair: Supervisor, hosts: list[Host], lost: list[int], where: int
+) -> None:
+    for index in lost:
+        hosts[index].can_start_again = False
+    take_over(pair)
+    assert [number for number, host in enumerate(hosts) if host.again] == [where]
+    assert pair._records[SERVER].label == hosts[where].label
+
+
+def test_a_standby_that_cannot_be_started_leaves_its_server_alone(
+    pair: Supervisor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    take_over(pair)
+    pair._take_in([CannotStart(SERVER, 12, "Cannot allocate memory")])
+    job = pair._lifecycle
+    assert job is not None
+    assert (job.phase, job.failed, job.due_s is not None) == (Phase.RUNNING, False, True)
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "[launcher] standby 0 (pid 101 on a) ended with exit code 126 (it cannot be started: "
+        "Cannot allocate memory): server 0 goes on without it"
+    )
