@@ -1,7 +1,9 @@
-"""``make test-kills``: real jobs, in each of which one process is killed at a random moment.
+"""``make test-kills``: real jobs, in each of which processes are killed at random moments.
 
 Each job is a short training on this machine: 2 to 4 workers, 1 or 2 servers with standbys, Adam or
 momentum, small keys, one in several parts, and rows. The victim is a worker, a server or a standby.
+With ``--kills 2``, there are two in each job, and the second is killed when the place of the first
+is usually taken.
 The launcher must end by itself with exit code 0, and all workers with the weights of the same job
 without a kill, bit for bit. In ``dist_async``, each push must count exactly once. It takes about
 four seconds a job::
@@ -28,13 +30,15 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "KILLS_MARK"
 LIMIT_S = 120.0
+PAUSE_S = 1.5
 
 SCRIPT = """
 import os, time, zlib
 import numpy as np
 import kvstore as mx
 
-kind, name, steps = os.environ["KILLS_KIND"], os.environ["KILLS_OPTIMIZER"], 40
+kind, name = os.environ["KILLS_KIND"], os.environ["KILLS_OPTIMIZER"]
+steps = int(os.environ["KILLS_STEPS"])
 kv = mx.kvstore.create(kind)
 if kind == "dist_async":
     kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=-1.0))
@@ -107,8 +111,8 @@ class Outcome(NamedTuple):
     text: str
 
 
-def run(kind: Kind, chance: random.Random | None) -> Outcome:
-    """Run one job; kill one process at a moment that ``chance`` chooses, if there is one."""
+def run(kind: Kind, kills: int, chance: random.Random | None) -> Outcome:
+    """Run one job; kill processes at moments that ``chance`` chooses, if there is one."""
     mark = secrets.token_hex(8)
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PS_")}
     environment |= {
@@ -116,11 +120,12 @@ def run(kind: Kind, chance: random.Random | None) -> Outcome:
         "PYTHONPATH": str(ROOT),
         "KILLS_KIND": kind.store,
         "KILLS_OPTIMIZER": kind.optimizer,
+        "KILLS_STEPS": str(40 + 80 * (kills - 1)),
     }
     with tempfile.NamedTemporaryFile("w+", suffix=".txt") as output:
         launcher = subprocess.Popen(
             [
-                *(sys.executable, str(ROOT / "tools" / "launch.py"), "--restarts", "3"),
+                *(sys.executable, str(ROOT / "tools" / "launch.py"), "--restarts", str(3 * kills)),
                 *("--standbys", "1"),
                 *("-n", str(kind.num_workers), "-s", str(kind.num_servers)),
                 *(sys.executable, "-c", SCRIPT),
@@ -131,14 +136,16 @@ def run(kind: Kind, chance: random.Random | None) -> Outcome:
             start_new_session=True,
         )
         give_up_at = time.monotonic() + LIMIT_S
-        victim = "nobody"
+        victims = []
         if chance is not None:
             while "begun" not in Path(output.name).read_text() and launcher.poll() is None:
                 time.sleep(0.01)
-            time.sleep(chance.uniform(0.0, 1.2))
-            (role,) = chance.choices([*VICTIMS], [*VICTIMS.values()])
-            count = kind.num_workers if role == "worker" else kind.num_servers
-            victim = kill_one(mark, role, chance.randrange(count))
+            for number in range(kills):
+                time.sleep(chance.uniform(0.0, 1.2) + (PAUSE_S if number else 0.0))
+                (role,) = chance.choices([*VICTIMS], [*VICTIMS.values()])
+                count = kind.num_workers if role == "worker" else kind.num_servers
+                if kill_one(mark, role, chance.randrange(count)):
+                    victims.append(role)
         try:
             code = launcher.wait(max(0.0, give_up_at - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -146,34 +153,36 @@ def run(kind: Kind, chance: random.Random | None) -> Outcome:
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
         text = Path(output.name).read_text()
-    role = victim.partition(" ")[0]
-    how = f"{role}: no longer needed"
-    if victim in ("nobody", "too late"):
-        how = victim
-    elif role == "standby" and "goes on without it" in text:
+    how = f"{' and '.join(victims)}: no longer needed" if victims else "too late"
+    if "the job succeeded after" in text:
+        how = f"{' and '.join(victims)}: the whole job restarted"
+    elif victims == ["standby"] and "goes on without it" in text:
         how = "standby: the server went on"
-    elif "the job succeeded after" in text:
-        how = f"{role}: the whole job restarted"
     elif "was replaced" in text:
-        how = f"{role}: replaced"
+        how = f"{' and '.join(victims)}: replaced"
     return Outcome(code, tuple(re.findall(r"\] sum (.*)", text)), how, text)
 
 
-def kill_one(mark: str, role: str, rank: int) -> str:
-    """Kill the process of this role and rank; return its name, or that it had ended."""
+def kill_one(mark: str, role: str, rank: int) -> bool:
+    """Kill the process of this role and rank; return whether there was one.
+
+    Of a server and its standby, the server has run for longer.
+    """
     dmlc_role = "server" if role == "standby" else role
     wanted = {f"{MARK}={mark}", f"DMLC_ROLE={dmlc_role}", f"DMLC_TASK_ID={rank}"}
+    found = []
     for entry in Path("/proc").iterdir():
         try:
-            if not entry.name.isdigit():
-                continue
-            found = set((entry / "environ").read_bytes().decode(errors="replace").split("\0"))
-            if wanted <= found and ("PS_STANDS_BY=1" in found) == (role == "standby"):
-                os.kill(int(entry.name), signal.SIGKILL)
-                return f"{role} {rank}"
+            if entry.name.isdigit():
+                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                found += [int(entry.name)] * (wanted <= set(variables))
         except OSError:
             continue
-    return "too late"
+    try:
+        os.kill(sorted(found)[role == "standby"], signal.SIGKILL)
+    except (IndexError, ProcessLookupError):
+        return False
+    return True
 
 
 def main() -> int:
@@ -181,14 +190,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=170, help="how many jobs to run")
     parser.add_argument("--seed", type=int, default=1, help="decides who is killed when")
+    parser.add_argument("--kills", type=int, default=1, help="how many to kill in each job")
     arguments = parser.parse_args()
-    expected = {kind: run(kind, None).sums for kind in KINDS}
+    expected = {kind: run(kind, arguments.kills, None).sums for kind in KINDS}
     assert all(len(set(sums)) == 1 for sums in expected.values()), expected
     outcomes: Counter[str] = Counter()
     num_wrong = 0
     for number in range(arguments.jobs):
         kind = KINDS[number % len(KINDS)]
-        outcome = run(kind, random.Random(arguments.seed * 100_003 + number))
+        chance = random.Random(arguments.seed * 100_003 + number)
+        outcome = run(kind, arguments.kills, chance)
         outcomes[outcome.how] += 1
         sums = outcome.sums  # twice as many if the whole job was restarted at its end
         is_complete = len(sums) >= kind.num_workers and set(sums) == set(expected[kind])
