@@ -59,6 +59,25 @@ for step in kv.steps(6):
     kv.pushpull("w", w + np.float32(kv.rank + 1), out=w)
 print("sum", w[0], kv.node.attempt, os.environ["DMLC_NUM_ATTEMPT"], flush=True)
 """
+LOSE_HOST = """
+import os, re, signal, sys, time
+import numpy as np
+import kvstore as mx
+kv = mx.create("dist_sync")
+keys = [f"w{number}" for number in range(6)]
+kv.init(keys, [np.zeros(2, np.float32)] * 6)
+values = kv.pull(keys)
+for step in range(6):
+    if step == 3 and kv.rank == 0:
+        (pid,) = [n.pid for n in kv.node.membership.roster if (n.role, n.rank) == ("server", 2)]
+        agent = re.search(r"PPid:\\s*(\\d+)", open(f"/proc/{pid}/status").read())[1]
+        os.kill(int(agent), signal.SIGKILL)
+    kv.pushpull(keys, [each + np.float32(kv.rank + 1) for each in values], out=values)
+while open(f"{sys.argv[1]}/scheduler.log").read().count("has a standby again") < 2:
+    time.sleep(0.05)
+kv.barrier()
+print("sum", values[0][0], flush=True)
+"""
 STAY = """
 import os, time
 import kvstore as mx
@@ -152,6 +171,30 @@ def test_a_worker_that_is_killed_is_started_again_on_its_host(start: Start) -> N
     last = "[launcher] the job succeeded; a lost worker was replaced 1 time"
     assert errors.splitlines()[-1] == last
     assert "that the job's processes had left running" not in errors
+
+
+def test_servers_that_lose_their_standbys_with_a_host_get_others_on_hosts_that_are_left(
+    start: Start, tmp_path: Path
+) -> None:
+    code, output, errors = ended(
+        start(
+            *("-n", "2", "-s", "3", "--standbys", "1", "--restarts", "2"),
+            *("--log-dir", str(tmp_path / "logs")),
+            *(sys.executable, "-c", LOSE_HOST, str(tmp_path / "logs")),
+            hosts="one\ntwo\nthree\n",
+        )
+    )
+    assert code == 0, errors
+    assert output.count("sum 189.0") == 2
+    said = [line for line in errors.splitlines() if line.startswith("[launcher] ")]
+    # Server 1 was on the second host, and the standby of server 2 was on the first.
+    for rank, host in [(1, "one"), (2, "two")]:
+        started = f"[launcher] starting a standby of server {rank} again on {host} ("
+        assert len([line for line in said if line.startswith(started)]) == 1, errors
+    assert said[-1] == (
+        "[launcher] the job succeeded; a lost server was replaced 1 time "
+        "and a standby was started again 2 times"
+    )
 
 
 @pytest.mark.slow(reason="test_launch_local.py has the first failure always")
