@@ -155,3 +155,30 @@ def test_a_standby_that_its_server_needs_no_more_is_not_started_again(make_job: 
     job.allow("go")
     assert ended.wait() == 0, ended.text
     assert "[launcher]" not in ended.text.partition("all have joined")[2], ended.text
+
+
+DIES = """
+import os
+if "PS_STANDS_BY" in os.environ and os.environ["DMLC_NUM_ATTEMPT"] != "0":
+    os._exit(3)
+"""
+
+
+@pytest.mark.slow(reason="tests/unit/kvstore/launch/job counts standbys that end always")
+def test_a_server_whose_standbys_end_again_and_again_is_left_without_one(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 2)
+    (job.directory / "dies.py").write_text(DIES)
+    victim = f"{STANDBY_1.rstrip()}\n        wait_for_file('go')\n"
+    own = ("--standbys", "1", "--restarts", "5", "--server-import", "dies.py")
+    ended = train(job, victim, *own)
+    alone = "server 1 is left without a standby: 3 in a row have ended before they had its state"
+    ended.wait_for(re.escape(f"[launcher] {alone}\n"))
+    job.allow("go")
+    assert ended.wait() == 0, ended.text
+    assert len(sums(ended.text)) == 2
+    assert ended.text.count("standby 1 (pid ") == 4
+    assert ended.lines[-1] == (
+        f"[launcher] the job succeeded; a standby was started again 3 times; {alone}"
+    )
