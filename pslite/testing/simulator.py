@@ -21,24 +21,21 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from pslite.config import Config
 from pslite.errors import PSError
-from pslite.future import Future
 from pslite.ids import Role
 from pslite.node.log import Log
 from pslite.node.pool import Work
 from pslite.node.postoffice import Postoffice
 from pslite.node.start import make_node, node_uid
 from pslite.testing.inproc import InprocNetwork, InprocVan
+from pslite.testing.scripts import Script, SimulatedPool, Task
 from pslite.van.faulty import FaultPlan, FaultyVan
-
-Script = Callable[[Postoffice], Generator[Any, Any, None]]
-
 
 #: A cluster that makes this many steps while no time passes is in an endless loop.
 _MAX_STEPS_AT_ONE_TIME = 100_000
@@ -58,7 +55,15 @@ class Faults(FaultPlan):
     cut_within_s: float = 5.0
     cut_s: tuple[float, float] = (0.1, 2.0)
     """How long a cut lasts; shorter than the time after which a peer counts as lost."""
+    until_s: float = math.inf
+    """From this time on, no message is lost, repeated, delayed or reordered."""
 
+
+#: How long a connection stays when nothing arrives on it, as with the van over TCP.
+SILENCE_S = 5.0
+
+#: How long a node that is slowed by a factor of one takes for a message.
+_MESSAGE_S = 0.001
 
 #: Settings of simulated nodes: small numbers, so that a short run exercises every rule.
 DEFAULTS: dict[str, Any] = {
@@ -81,36 +86,6 @@ class _Van(InprocVan):
 
     def wake(self) -> None:
         self._wake(self.uid)
-
-
-class _Pool:
-    """Work takes random virtual time; lanes keep their order."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-        self._free_at: dict[int, float] = {}
-        self._num_jobs = 0
-
-    def submit(self, lane: int, work: Work) -> None:
-        def run() -> None:
-            work()
-            self._num_jobs -= 1
-
-        self._num_jobs += 1
-        simulation = self._simulation
-        begin = max(self._free_at.get(lane, 0.0), simulation.now)
-        self._free_at[lane] = begin + simulation.random.random() * 0.01
-        simulation.at(self._free_at[lane], run)
-
-    def is_idle(self, lane: int) -> bool:
-        return False  # otherwise nothing could happen while a round is being applied
-
-    @property
-    def num_jobs(self) -> int:
-        return self._num_jobs
-
-    def close(self, timeout_s: float = 0.0) -> bool:
-        return True
 
 
 class Simulation:
@@ -143,13 +118,19 @@ class Simulation:
         }
         self._prepare = prepare
         self.nodes: dict[str, Postoffice] = {}
-        #: When each node next has something to do by itself. Only a step changes it; any other
-        #: event that might change it wakes the node.
+        #: When each node that lives next has something to do by itself. Only a step changes it;
+        #: any other event that might change it wakes the node.
         self._dues: dict[str, float] = {}
         self._vans: dict[str, FaultyVan] = {}
         #: Node -> when it goes on, if it was stopped; inf: it is dead.
         self._stopped: dict[str, float] = {}
-        self._tasks: list[_Task] = []
+        #: Node -> how many times slower it is, until when, and when it has done its messages.
+        self._slow: dict[str, tuple[float, float]] = {}
+        self._busy: dict[str, float] = {}
+        #: Called with the rank and the error of a worker whose script has failed; returns whether
+        #: it will start another process, as a launcher does.
+        self.launcher: Callable[[int, BaseException], bool] | None = None
+        self._tasks: list[Task] = []
         roles = [(Role.SCHEDULER, 0)]
         roles += [(Role.SERVER, rank) for rank in range(num_servers)]
         roles += [(Role.WORKER, rank) for rank in range(num_workers)]
@@ -163,21 +144,31 @@ class Simulation:
             for rank in range(num_servers if settings.get("standbys") else 0)
         }
         self._plan_cuts()
+        self.at(self.faults.until_s, self._calm_down)
 
     def _make(self, role: Role, rank: int, *, stands_by: bool = False) -> Postoffice:
         config = Config(**self._settings, role=role.value, task_id=rank, stands_by=stands_by)
         incarnation = self.random.getrandbits(62) | 1
         uid = node_uid(role, incarnation)
         inner = _Van(self._network, uid, self._wake)
-        van = FaultyVan(inner, self.faults, self.random.getrandbits(32), self._clock)
+        plan = self.faults if self.now < self.faults.until_s else FaultPlan()
+        van = FaultyVan(inner, plan, self.random.getrandbits(32), self._clock)
         log = Log(uid, config.verbose, self._write)
         node = make_node(
-            config, van, incarnation=incarnation, log=log, pool=_Pool(self), clock=self._clock
+            config,
+            van,
+            incarnation=incarnation,
+            log=log,
+            pool=SimulatedPool(self, uid),
+            clock=self._clock,
         )
         if self._prepare is not None:
             self._prepare(node)
         self.nodes[uid] = node
         self._vans[uid] = van
+        for other, until in self._stopped.items():  # which can make no connection now
+            if self.now < until < math.inf:
+                self.cut(self.nodes[other], node, until)
         node.begin()
         self._dues[uid] = node.next_due()
         self._wake(uid)
@@ -209,11 +200,43 @@ class Simulation:
             )
             self.at(when, partial(self.cut, first, second, until))
 
+    def _calm_down(self) -> None:
+        for van in self._vans.values():
+            van.plan = FaultPlan()
+
     def cut(self, first: Postoffice, second: Postoffice, until: float) -> None:
         """Cut the connection between two nodes until a virtual time."""
         for one, other in ((first, second), (second, first)):
             self._vans[one.van.uid].cut(other.van.uid, until)
             self._wake(one.van.uid)
+
+    def cut_one_way(self, sender: Postoffice, receiver: Postoffice, until: float) -> None:
+        """Lose what one node sends to another, in one direction, until a virtual time.
+
+        After ``SILENCE_S`` the receiver gives the connection up, so both see that it is gone.
+        """
+        self._vans[sender.van.uid].mute(receiver.van.uid, until)
+        if until > self.now + SILENCE_S:
+            self.at(self.now + SILENCE_S, partial(self.cut, sender, receiver, until))
+
+    def slow(self, node: Postoffice, factor: float, until: float) -> None:
+        """Let a node take ``factor`` milliseconds for a message, until a virtual time.
+
+        Other nodes take no time. What it does in its pool takes ``factor`` times as long.
+        """
+        self._slow[node.van.uid] = factor, until
+
+    def slowness(self, uid: str) -> float:
+        """Return how many times slower a node is now."""
+        factor, until = self._slow.get(uid, (1.0, 0.0))
+        return factor if self.now < until else 1.0
+
+    def defer(self, uid: str, work: Work) -> bool:
+        """Let work of a stopped process wait until it goes on; return False if it runs."""
+        until = self._stopped.get(uid, 0.0)
+        if self.now < until < math.inf:
+            self.at(until, work)
+        return self.now < until
 
     def kill(self, node: Postoffice) -> None:
         """End a node as if its process died: it is never stepped again."""
@@ -223,6 +246,14 @@ class Simulation:
         for task in self._tasks:
             if task.node is node:
                 task.over = task.is_stopped = True
+
+    def is_stopped(self, node: Postoffice) -> bool:
+        """Return whether a node is dead, or stopped now."""
+        return self.now < self._stopped.get(node.van.uid, 0.0)
+
+    def is_dead(self, node: Postoffice) -> bool:
+        """Return whether a node was killed."""
+        return self._stopped.get(node.van.uid) == math.inf
 
     def restart_scheduler(self, after_s: float = 0.0) -> None:
         """Kill the scheduler; after a while, start another process in its place."""
@@ -253,20 +284,28 @@ class Simulation:
         self.at(self.now + after_s, start)
 
     def pause(self, node: Postoffice, until: float) -> None:
-        """Stop a node as SIGSTOP stops a process, until a virtual time.
+        """Stop a process as SIGSTOP does, until a virtual time.
 
-        Its connections break meanwhile, as those of a process that is stopped for long.
+        Its connections stay for ``SILENCE_S``. Then the others see that they are gone, and so does
+        the process when it goes on.
         """
-        for other in [self.scheduler, *self.servers, *self.workers, *self.standbys.values()]:
-            if other is not node:
-                self.cut(node, other, until)
-        self._stopped[node.van.uid] = until
-        self.at(until, lambda: self._wake(node.van.uid))
+        uid = node.van.uid
+        self._stopped[uid] = until
+        self._dues[uid] = until
+
+        def give_up() -> None:
+            if self._stopped[uid] == until:  # it was not killed meanwhile
+                for name, other in self.nodes.items():
+                    if name != uid and not self.is_dead(other):
+                        self.cut(node, other, until)
+
+        if until > self.now + SILENCE_S:
+            self.at(self.now + SILENCE_S, give_up)
 
     def restart(self, node: Postoffice, after_s: float = 0.0) -> None:
         """Kill a worker's node; after a while, start another process with the same script."""
         rank = next(i for i, each in enumerate(self.workers) if each is node)
-        if self._stopped.get(node.van.uid) != math.inf:
+        if not self.is_dead(node):
             self.kill(node)
         self.replace(rank, after_s)
 
@@ -279,7 +318,7 @@ class Simulation:
     def _start_again(self, rank: int) -> None:
         other = self.workers[rank] = self._make(Role.WORKER, rank)
         if rank < len(self._tasks):
-            task = self._tasks[rank] = _Task(self, other, self._tasks[rank].script)
+            task = self._tasks[rank] = Task(self, other, self._tasks[rank].script)
             task.wake()
 
     # -- running -----------------------------------------------------------------------
@@ -293,15 +332,20 @@ class Simulation:
         """
         chosen = list(scripts) if len(scripts) > 1 else [scripts[0]] * len(self.workers)
         tasks = self._tasks = [
-            _Task(self, node, script) for node, script in zip(self.workers, chosen, strict=True)
+            Task(self, node, script) for node, script in zip(self.workers, chosen, strict=True)
         ]
         for task in tasks:
             task.wake()
-        self._until(
-            lambda: all(task.over for task in tasks) or any(task.error for task in tasks),
-            tasks,
-            limit_s,
-        )
+
+        def is_over() -> bool:
+            is_every_one_over = True
+            for task in tasks:
+                if task.error is not None:
+                    return True
+                is_every_one_over = is_every_one_over and task.over
+            return is_every_one_over
+
+        self._until(is_over, tasks, limit_s)
         for task in tasks:
             if task.error is not None:
                 raise task.error
@@ -315,13 +359,13 @@ class Simulation:
         for node in self.workers:
             node.io_queue.call(node.control.say_goodbye)
         left = [*self.servers, *self.standbys.values()]
+        self._until(
+            lambda: all(node.finished.done() or self.is_dead(node) for node in left),
+            [],
+            self.now + limit_s,
+        )
 
-        def is_over(node: Postoffice) -> bool:
-            return node.finished.done() or self._stopped.get(node.van.uid) == math.inf
-
-        self._until(lambda: all(map(is_over, left)), [], self.now + limit_s)
-
-    def _until(self, over: Callable[[], bool], tasks: list[_Task], limit_s: float) -> None:
+    def _until(self, over: Callable[[], bool], tasks: list[Task], limit_s: float) -> None:
         steps_before = self.steps
         while not over():
             due = self.now if self._ready else self._next_due()
@@ -340,24 +384,43 @@ class Simulation:
         names = list(self._ready)
         name = names[self.random.randrange(len(names))] if len(names) > 1 else names[0]
         del self._ready[name]
-        if self.now < self._stopped.get(name, 0.0):
-            return
+        if self._busy or self._stopped:
+            until = max(self._stopped.get(name, 0.0), self._busy.get(name, 0.0))
+            if self.now < until:
+                if until < math.inf:
+                    self._dues[name] = until
+                return
         self.steps += 1
         node = self.nodes[name]
+        if name in self._slow:
+            self._step_slowly(name, node)
+            return
         node.step(0.0)
         self._dues[name] = node.next_due()
 
+    def _step_slowly(self, name: str, node: Postoffice) -> None:
+        """Step a node that is perhaps slow, and then busy with its messages for a while."""
+        counts = self._vans[name].counts
+        before = counts["received"]
+        node.step(0.0)
+        took_s = (counts["received"] - before) * _MESSAGE_S * self.slowness(name)
+        self._busy[name] = self.now + took_s
+        if self.now >= self._slow[name][1]:
+            del self._slow[name], self._busy[name]
+        self._dues[name] = max(node.next_due(), self._busy.get(name, 0.0))
+
     def _next_due(self) -> float:
-        stopped = self._stopped
-        due = min(max(due, stopped.get(name, 0.0)) for name, due in self._dues.items())
+        due = min(self._dues.values())
         return min(due, self._events[0][0]) if self._events else due
 
     def _wake_due(self) -> None:
-        while self._events and self._events[0][0] <= self.now:
-            heapq.heappop(self._events)[2]()
+        now, events = self.now, self._events
+        while events and events[0][0] <= now:
+            heapq.heappop(events)[2]()
+        ready = self._ready
         for name, due in self._dues.items():
-            if max(due, self._stopped.get(name, 0.0)) <= self.now:
-                self._wake(name)
+            if due <= now:
+                ready[name] = None
 
     def counts(self) -> Counter[str]:
         """Return what the fault injectors of all nodes have done."""
@@ -365,49 +428,3 @@ class Simulation:
         for van in self._vans.values():
             total.update(van.counts)
         return total
-
-
-class _Task:
-    """A running script."""
-
-    def __init__(self, simulation: Simulation, node: Postoffice, script: Script) -> None:
-        self._simulation = simulation
-        self.node = node
-        self.script = script
-        self._steps = script(node)
-        self._waits_for: Future[Any] | None = None
-        self.over = False
-        #: Whether its process was killed; if it is not over, another one will begin the script.
-        self.is_stopped = False
-        self.error: BaseException | None = None
-
-    def wake(self, done: Future[Any] | None = None) -> None:
-        """Continue at the current virtual time, after the code that runs now."""
-        self._simulation.at(self._simulation.now, lambda: self._advance(done))
-
-    def _advance(self, done: Future[Any] | None) -> None:
-        if self.over or self.is_stopped:
-            return
-        try:
-            error = done.error() if done is not None else None
-            if error is not None:
-                wanted = self._steps.throw(error)
-            else:
-                wanted = self._steps.send(done.result(0.0) if done is not None else None)
-        except StopIteration:
-            self.over = True
-            return
-        except BaseException as failure:
-            self.over, self.error = True, failure
-            return
-        if isinstance(wanted, Future):
-            self._waits_for = wanted
-            wanted.on_done(self.wake)
-        else:
-            self._waits_for = None
-            self._simulation.at(self._simulation.now + float(wanted), lambda: self._advance(None))
-
-    def describe(self) -> str:
-        waited = self._waits_for
-        what = "sleeps" if waited is None else waited.what
-        return f"{self.node.log.name} waits for {what}"

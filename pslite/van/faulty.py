@@ -63,7 +63,8 @@ class FaultyVan(Van):
     ps-lite's PS_DROP_MSG). ``counts`` has the number of messages that the owner ``sent`` and, of
     these, ``dropped``, ``duplicated``, ``delayed`` and ``reordered`` (each copy counts); the number
     ``received`` from ``inner`` and, of these, ``drop_received``; ``cut``: lost to :meth:`cut` in
-    either direction; ``discarded``: held when their connection was lost.
+    either direction; ``muted``: lost to :meth:`mute`; ``discarded``: held when their connection
+    was lost.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class FaultyVan(Van):
         drop_received: float = 0.0,
     ) -> None:
         self.uid = inner.uid
-        self.counts = dict.fromkeys((*COUNTED, "cut", "discarded"), 0)
+        self.counts = dict.fromkeys((*COUNTED, "cut", "muted", "discarded"), 0)
         self._inner = inner
-        self._plan = plan
+        self.plan = plan
         self._drop_received = drop_received
         self._clock = clock
         # Two generators, so that sent messages get the same faults whatever arrives in between.
@@ -87,6 +88,7 @@ class FaultyVan(Van):
         self._held: list[tuple[float, int, str, list[bytes | memoryview]]] = []
         self._order = itertools.count()
         self._cuts: dict[str, float] = {}
+        self._mutes: dict[str, float] = {}
         self._up: set[str] = set()
         self._news: list[Disconnected] = []
 
@@ -106,8 +108,16 @@ class FaultyVan(Van):
         if peer in self._up:
             self._news.append(Disconnected(peer, "closed by the fault injector"))
 
+    def mute(self, peer: str, until: float) -> None:
+        """Lose all messages to ``peer`` until the clock shows ``until``, but none from it.
+
+        The connection stays: neither end notices anything but silence. Messages that are held
+        are lost if they are due before ``until``. A second call can only make it longer.
+        """
+        self._mutes[peer] = max(until, self._mutes.get(peer, until))
+
     def send(self, peer: str, frames: Sequence[Buffer]) -> None:
-        counts, plan = self.counts, self._plan
+        counts, plan = self.counts, self.plan
         counts["sent"] += 1
         if peer in self._cuts:
             counts["cut"] += 1
@@ -146,6 +156,8 @@ class FaultyVan(Van):
                 return events
 
     def next_due(self) -> float:
+        if not (self._cuts or self._news or self._held):
+            return self._inner.next_due()
         dues = [self._inner.next_due(), *self._cuts.values()]
         if self._news:
             dues.append(self._clock())
@@ -173,11 +185,12 @@ class FaultyVan(Van):
     def close(self) -> None:
         self._held.clear()
         self._cuts.clear()
+        self._mutes.clear()
         self._news.clear()
         self._inner.close()
 
     def _send_copy(self, peer: str, frames: Sequence[Buffer]) -> None:
-        plan, generator = self._plan, self._on_send
+        plan, generator = self.plan, self._on_send
         if plan.delay and generator.random() < plan.delay:
             self.counts["delayed"] += 1
             wait_s = generator.uniform(*plan.delay_s)
@@ -185,10 +198,22 @@ class FaultyVan(Van):
             self.counts["reordered"] += 1
             wait_s = generator.uniform(*plan.reorder_s)
         else:
-            self._inner.send(peer, frames)
+            self._pass_on(peer, frames)
             return
         held = (self._clock() + wait_s, next(self._order), peer, as_buffers(frames))
         heapq.heappush(self._held, held)
+
+    def _pass_on(self, peer: str, frames: Sequence[Buffer]) -> None:
+        if self._mutes and self._is_muted(peer):
+            self.counts["muted"] += 1
+        else:
+            self._inner.send(peer, frames)
+
+    def _is_muted(self, peer: str) -> bool:
+        if self._mutes.get(peer, -math.inf) > self._clock():
+            return True
+        self._mutes.pop(peer, None)
+        return False
 
     def _turn(self, wait_s: float | None) -> list[VanEvent]:
         """Send due messages, poll the inner van once, and apply faults to its events."""
@@ -196,7 +221,7 @@ class FaultyVan(Van):
             now = self._clock()
             while self._held and self._held[0][0] <= now:
                 _, _, peer, frames = heapq.heappop(self._held)
-                self._inner.send(peer, frames)
+                self._pass_on(peer, frames)
         arrived = self._inner.poll(0 if self._news else wait_s)
         if not (arrived or self._news or self._cuts):
             return arrived

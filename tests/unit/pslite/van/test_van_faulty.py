@@ -293,3 +293,26 @@ def test_a_blocking_poll_wakes_for_the_end_of_a_cut() -> None:
     assert [type(event) for event in client.poll(10)] == [Disconnected]
     assert client.poll(10) == [Connected("server")]
     assert 0.05 <= time.monotonic() - begin < 5
+
+
+def test_muted_messages_are_lost_in_one_direction_and_nothing_shows() -> None:
+    pair = Pair(FaultPlan())
+    pair.client.mute("server", 5.0)
+    pair.client.mute("server", 3.0)  # a second call can only make it longer
+    pair.send(3)
+    pair.server.send("client", [b"7"])
+    assert numbers(pair.client.poll(0)) == [7]
+    assert pair.server.poll(0) == []
+    pair.now = 5.0
+    pair.send(1)
+    assert numbers(pair.server.poll(0)) == [0]
+    assert pair.client.counts["muted"] == 3
+
+
+def test_a_held_message_is_lost_if_it_is_due_while_its_peer_is_muted() -> None:
+    pair = Pair(FaultPlan(delay=1.0, delay_s=(1.0, 1.0)))
+    pair.send(1)
+    pair.client.mute("server", 2.0)
+    assert pair.run_until(3.0) == []
+    pair.send(1)
+    assert pair.run_until(5.0) == [0]
