@@ -336,6 +336,7 @@ class DenseStores:
         """Set the numbers of updates and of rounds of new parts."""
         numbers, counts, rounds = unpack(incoming.body, list, list, list)
         for part, count, applied in zip(self._found(numbers), counts, rounds, strict=True):
+            part.arena.state(part.store.optimizer)  # it may begin the counts anew
             part.count = count
             self._plane.copies.resume(part.entry.part, [(rank, number) for rank, number in applied])
         incoming.respond()
