@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,15 +22,19 @@ from kvstore.stores.arguments_sparse import check_wanted
 from kvstore.stores.dist.returning import Returning, returning_of
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP, Postoffice
+from pslite.errors import NodeLostError
 from pslite.future import gather
-from pslite.ids import Role, node_id
-from pslite.protocol.succession import Standing
-from pslite.testing.simulator import Faults, Script, Simulation
+from pslite.testing.simulator import Faults, HangError, Script, Simulation
+from tests.faults.invariants import MOST_S, Invariants, assert_at_rest
+from tests.faults.mishaps import NOT_YET, Mishaps
 from tests.faults.witness import faults_of
 
 STEPS = 5
 KEYS = {"large": 60, "small": 3, "other": 5}
 """Key -> its number of values; ``large`` spans several parts and servers."""
+
+NETWORK_S = 25.0
+"""How long the network loses and delays messages in ``run``."""
 
 Results = dict[int, bytes]
 """Rank -> the bytes of the weights that it sees at the end."""
@@ -41,6 +46,7 @@ def rows_script(results: Results, kind: str = "lazy", steps: int = STEPS) -> Scr
     With "lazy" a round changes the pushed rows alone; with "all" all rows; with "sum" it replaces
     them, as there is no optimizer.
     """
+    seen_in: dict[int, bytes] = {}
 
     def script(node: Postoffice) -> Generator[Any, Any, None]:
         yield node.ready
@@ -61,6 +67,7 @@ def rows_script(results: Results, kind: str = "lazy", steps: int = STEPS) -> Scr
             held, dense = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
             ids = np.unique((np.arange(3) * 5 + step + 2 * node.rank) % 12)
             yield store.pull_async(names, [held, dense])
+            agree(seen_in, step, [held, dense])
             seen = [held[ids], dense[ids]]
             for name in names:
                 wanted, _ = check_wanted(store._table.spec, name, None, ids)
@@ -83,6 +90,7 @@ def rows_script(results: Results, kind: str = "lazy", steps: int = STEPS) -> Scr
 
 def sync_script(results: Results, steps: int = STEPS) -> Script:
     """What each worker does, as with ``kv.steps``: Adam, a barrier and a new rate on the way."""
+    seen_in: dict[int, bytes] = {}
 
     def script(node: Postoffice) -> Generator[Any, Any, None]:
         yield node.ready
@@ -101,6 +109,7 @@ def sync_script(results: Results, steps: int = STEPS) -> Script:
             if step == steps:
                 break
             yield store.pull_async(names, weights)
+            agree(seen_in, step, weights)
             grads = [np.sin(w * 77 + own + step).astype(np.float32) for w in weights]
             own = np.float32(np.sin(own * 13 + weights[1][0]))
             if step == 2:
@@ -119,6 +128,12 @@ def sync_script(results: Results, steps: int = STEPS) -> Script:
     return script
 
 
+def agree(seen_in: dict[int, bytes], step: int, weights: Sequence[Any]) -> None:
+    """Every process of every worker sees the same weights in a step (2, 3)."""
+    seen = b"".join(weight.tobytes() for weight in weights)
+    assert seen_in.setdefault(step, seen) == seen, f"(2) other weights in step {step} than before"
+
+
 def begin(keeper: Returning, loop: int, step: int, state: bytes, kept: Any) -> Any:
     """Begin a step as ``stores/steps.py`` does; return the future to wait for."""
     if kept is not None and step == kept.step:
@@ -128,8 +143,29 @@ def begin(keeper: Returning, loop: int, step: int, state: bytes, kept: Any) -> A
     return keeper.keep(loop, step, state)
 
 
+class Slots:
+    """What workers push of vectors whose element i counts worker i modulo their number."""
+
+    def __init__(self) -> None:
+        #: (key, rank) -> in how many steps a process of this worker has pushed it.
+        self.issued: Counter[tuple[str, int]] = Counter()
+
+    def gradient(self, key: str, step: int, node: Postoffice) -> Any:
+        """The push of a worker in a step: one in its own slots."""
+        self.issued[key, node.rank] = max(self.issued[key, node.rank], step + 1)
+        return (np.arange(KEYS[key]) % node.config.num_workers == node.rank).astype(float)
+
+    def check(self, key: str, seen: Any, before: Any, node: Postoffice) -> None:
+        """A process sees no more than was pushed (1), and no less than before (2)."""
+        num = node.config.num_workers
+        issued = np.array([self.issued[key, each % num] for each in range(KEYS[key])])
+        assert (seen <= issued).all(), f"(1) {key} is {seen}, and was pushed {issued} times"
+        assert (seen >= before).all(), f"(2) {key} was {before} and then {seen}"
+
+
 def async_script(results: Results, steps: int = STEPS) -> Script:
-    """Each step of each worker adds one to all values, without waiting for others."""
+    """In each step each worker adds one to its slots, without waiting for others."""
+    slots = Slots()
 
     def script(node: Postoffice) -> Generator[Any, Any, None]:
         yield node.ready
@@ -139,16 +175,25 @@ def async_script(results: Results, steps: int = STEPS) -> Script:
         yield store.set_optimizer_async(optimizer.create("count"))
         names = list(KEYS)
         yield store.init_async(names, [np.zeros(n) for n in KEYS.values()])
+        outs = [np.zeros(n) for n in KEYS.values()]
+
+        def pull() -> Generator[Any, Any, None]:
+            before = [out.copy() for out in outs]
+            yield store.pull_async(names, outs)
+            for name, out, old in zip(names, outs, before, strict=True):
+                slots.check(name, out, old, node)
+
         loop = keeper.begin_loop()
         for step in range(kept.step if kept else 0, steps + 1):
             begun = begin(keeper, loop, step, b"", kept)
             if step == steps:
                 break
-            yield gather([store.push_async(name, np.ones(n)) for name, n in KEYS.items()])
+            yield gather([store.push_async(key, slots.gradient(key, step, node)) for key in names])
+            if step % 2:
+                yield from pull()
             yield begun
         yield node.barrier(WORKER_GROUP)
-        outs = [np.zeros(n) for n in KEYS.values()]
-        yield store.pull_async(names, outs)
+        yield from pull()
         results[node.rank] = b"".join(out.tobytes() for out in outs)
 
     return script
@@ -166,14 +211,21 @@ def simulation_of(
     faults: Faults | None = None,
     *,
     standbys: int = 0,
+    watch: Callable[[Postoffice], None] | None = None,
 ) -> Simulation:
-    """A cluster that waits for processes in place of lost workers."""
+    """A cluster that waits for processes in place of lost workers; ``watch`` gets its nodes."""
+
+    def prepare(node: Postoffice) -> None:
+        install(node)
+        if watch is not None:
+            watch(node)
+
     return Simulation(
         seed,
         num_workers,
         num_servers,
         faults,
-        prepare=install,
+        prepare=prepare,
         rejoin_timeout_s=60.0,
         standbys=standbys,
     )
@@ -219,82 +271,95 @@ def killed_at(make: MakeScript, at_step: int, rank: int, back_s: float = 0.3) ->
     return results
 
 
-def run(seed: int) -> tuple[Simulation, Counter[str]]:
-    """A run under network faults in which processes are killed; return how many of each role.
+def run(seed: int, not_yet: Collection[str] = NOT_YET) -> tuple[Simulation, Counter[str]]:
+    """A run in which all goes wrong that a seed says; return how often each mishap came.
 
-    Servers have standbys in half of the seeds. Only one process is lost at a time. Raises if a
-    worker ends with other weights than in the run without faults.
+    Servers have standbys in half of the seeds. All invariants of ``invariants.py`` are checked,
+    and that workers end with the weights of the run without faults.
     """
     chance = random.Random(seed)
     make = MAKES[seed % len(MAKES)]
     num_workers, num_servers = chance.choice([(2, 1), (2, 2), (3, 2)])
     if make in ROWS.values():  # its keys have a part for each server
         num_workers = 2
-    _, expected = without_kill(make, num_workers, num_servers)
+    num_steps, expected = without_kill(make, num_workers, num_servers)
+    invariants, results = Invariants(), dict[int, bytes]()
     simulation = simulation_of(
-        seed, num_workers, num_servers, faults_of(seed), standbys=chance.randint(0, 1)
+        seed,
+        num_workers,
+        num_servers,
+        replace(faults_of(seed), until_s=NETWORK_S),
+        standbys=chance.randint(0, 1),
+        watch=invariants.watch,
     )
-    results: Results = {}
-    simulation.until(lambda: all(node.ready.done() for node in simulation.workers))
-    killed: Counter[str] = Counter()
+    invariants.simulation = simulation
+    simulation.until(lambda: is_complete(simulation))
+    mishaps = Mishaps(simulation, chance, num_steps, not_yet)
+    try:
+        simulation.run(make(results), limit_s=600.0)
+    except NodeLostError as error:
+        if not mishaps.hopeless or mishaps.hopeless not in str(error):
+            raise AssertionError(f"(7) an unclear end: {error}") from error
+        simulation.until(lambda: all(task.over for task in simulation._tasks), 600.0)
+        mishaps.counts["the end of the job"] += 1
+    took_s = simulation.now - max(mishaps.over_at, NETWORK_S)
+    assert took_s <= MOST_S, f"(7) it took {took_s:.1f} s after the last fault"
+    if not mishaps.counts["the end of the job"]:
+        invariants.check_owed()
+        assert_at_rest(simulation)
+        assert sorted(results) == list(range(num_workers))
+        assert set(results.values()) == {expected}, "(3) other weights"
+        finish(simulation, mishaps.over_at)
+    return simulation, mishaps.counts
 
-    def has_living_standby(rank: int) -> bool:
-        seats = simulation.scheduler.control._seating.seats  # type: ignore[attr-defined]
-        seat = seats._seats[node_id(Role.SERVER, rank)]
-        both = (seat.node, seat.standby)
-        return all(each is not None and each.uid not in simulation._stopped for each in both)
 
-    def kill(victim: tuple[str, int]) -> None:
-        what, rank = victim
-        seats = simulation.scheduler.control._seating.seats  # type: ignore[attr-defined]
-        if any(seat.standing is not Standing.TAKEN for seat in seats._seats.values()):
-            return
-        node = simulation.workers[rank] if what == "worker" else simulation.servers[rank]
-        if simulation._stopped.get(node.van.uid) is not None:
-            return
-        if what == "worker":
-            seat = seats._seats.get(node.info.node_id if node.info else 0)
-            if seat is None or not seat.may_return or simulation._tasks[rank].over:
-                return
-            simulation.restart(node, chance.uniform(0.0, 3.0))
-        elif rank not in simulation.standbys or not has_living_standby(rank):
-            return
-        else:
-            if what == "server":
-                simulation.kill_server(rank)
-            else:
-                simulation.kill_standby(rank)
-            if chance.random() < 0.7:
-                simulation.start_standby(rank, chance.uniform(0.0, 3.0))
-        killed[what] += 1
+def is_complete(simulation: Simulation) -> bool:
+    """Whether all members have joined, and all standbys know their servers."""
+    members = [*simulation.servers, *simulation.workers]
+    sides = [node.traffic.standby for node in simulation.standbys.values()]
+    are_paired = all(side is not None and side.primary is not None for side in sides)
+    return are_paired and all(node.ready.done() for node in members)
 
-    victims = [("worker", rank) for rank in range(num_workers)]
-    victims += [(what, rank) for what in ("server", "standby") for rank in simulation.standbys]
-    for _ in range(chance.randint(1, 4)):
-        when = simulation.now + chance.uniform(0.0, 12.0)
-        simulation.at(when, partial(kill, chance.choice(victims)))
-    simulation.run(make(results), limit_s=600.0)
-    simulation.finish(600.0)
-    assert sorted(results) == list(range(num_workers))
-    assert set(results.values()) == {expected}, f"seed {seed}: other weights"
-    return simulation, killed
+
+def finish(simulation: Simulation, over_at: float) -> None:
+    """Let the cluster end; every process ends, also those that were stopped and wake up."""
+    simulation.finish()
+    for node in (simulation.scheduler, *simulation.servers, *simulation.workers):
+        simulation.kill(node)  # the launcher waits for no other process
+    others = [node for node in simulation.nodes.values() if not simulation.is_dead(node)]
+
+    def is_over(node: Postoffice) -> bool:
+        return node.finished.done() or node.error is not None
+
+    # A process to which the scheduler has not said a word waits for the start of a job.
+    limit_s = max(simulation.now, over_at) + simulation.scheduler.config.rendezvous_timeout_s
+    try:
+        simulation.until(lambda: all(map(is_over, others)), limit_s)
+    except HangError as error:
+        names = [node.van.uid for node in others if not is_over(node)]
+        raise AssertionError(f"(7) these processes do not end: {names}") from error
 
 
 def main() -> None:
-    """``python -m tests.faults.returning FIRST COUNT``: many seeds; prints the one that fails."""
+    """Run many seeds, and print the one that fails.
+
+    ``python -m tests.faults.returning FIRST COUNT [all]``; "all" has what is not survived yet, too.
+    """
     import sys
     import time
 
     first, count = int(sys.argv[1]), int(sys.argv[2])
-    began, killed = time.perf_counter(), Counter[str]()
+    not_yet = () if sys.argv[3:] == ["all"] else NOT_YET
+    began, counts = time.perf_counter(), Counter[str]()
     for seed in range(first, first + count):
         try:
-            killed += run(seed)[1]
+            counts += run(seed, not_yet)[1]
         except BaseException:
             print(f"seed {seed}")
             raise
-    kills = ", ".join(f"{count} {what}s" for what, count in sorted(killed.items()))
-    print(f"{count} seeds, killed {kills} in {time.perf_counter() - began:.1f} s")
+    for kind, number in sorted(counts.items()):
+        print(f"{number:6} {kind}")
+    print(f"{count} seeds in {time.perf_counter() - began:.1f} s")
 
 
 if __name__ == "__main__":

@@ -12,78 +12,23 @@ import numpy as np
 from kvstore import RowSparseArray, optimizer
 from kvstore.compression import Compression
 from kvstore.optimizer.schedule import CosineScheduler
-from kvstore.optimizer.serialize import to_plain
 from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server import install
-from kvstore.server.app import REPEATED, ServerStores
-from kvstore.server.sparse import KeyPart
+from kvstore.server.app import REPEATED
 from kvstore.stores.dist.compression import DistCompression
 from kvstore.stores.dist.sparse_transfer import RowPlacement, placement_of
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP, Incoming, Postoffice
 from pslite.future import gather
-from pslite.protocol.rounds import SyncRounds
 from pslite.testing.simulator import Script, Simulation
+from tests.faults.invariants import assert_same_contents, stores_of
 from tests.faults.returning import MakeScript, Results, before_step, simulation_of
 
 Steps = Generator[Any, Any, None]
 MakeSimulation = Callable[[], Simulation]
 
 
-# -- what a server has -------------------------------------------------------------------
-
-
-def stores_of(node: Postoffice) -> ServerStores:
-    """The stores of a server or standby."""
-    (found,) = [each for each in node.traffic._owners_now() if isinstance(each, ServerStores)]
-    return found
-
-
-def contents(node: Postoffice) -> dict[str, Any]:
-    """All that a server has and that its standby must have, too."""
-    stores = stores_of(node)
-    number_of = {id(store): number for number, store in stores._stores.items()}
-    found: dict[str, Any] = {"kept steps": dict(stores._kept_steps)}
-    for number, store in stores._stores.items():
-        plain = None if store.optimizer is None else to_plain(store.optimizer)
-        found[f"store {number}"] = (store.ranks, plain, store.cut_keys, store.compression.plain())
-    for part in stores._parts:
-        arena, some = part.arena, slice(part.start, part.stop)
-        before = b"" if arena.previous is None else arena.previous[some].tobytes()
-        states = [each[some].tobytes() for each in arena.state(None)]
-        found[f"part {part.entry.part} of {part.title}"] = (
-            number_of[id(part.store)],
-            part.weight.tobytes(),
-            before,
-            states,
-            part.count,
-            part.rule.plain(),
-        )
-    for rows in stores._rows:
-        assert isinstance(rows, KeyPart)
-        ids, table = rows.table.ids(), rows.table
-        states = [each.tobytes() for each in table.read_states(ids)]
-        found[f"part {rows.number} of {rows.title}"] = (
-            number_of[id(rows.store)],
-            ids.tobytes(),
-            table.read(ids).tobytes(),
-            states,
-            table.count,
-            rows.arriving,
-        )
-    for part_number, unit in stores._plane._parts.units.items():
-        rounds, ranks = unit.rounds, range(node.config.num_workers)
-        applied = [] if isinstance(rounds, SyncRounds) else [rounds.applied(r) for r in ranks]
-        found[f"version of part {part_number}"] = rounds.version, applied
-    return found
-
-
-def assert_same_contents(server: Postoffice, standby: Postoffice) -> None:
-    """Both have the same, byte for byte."""
-    one, other = contents(server), contents(standby)
-    assert one.keys() == other.keys()
-    different = [name for name in one if one[name] != other[name]]
-    assert not different, {name: (one[name], other[name]) for name in different[:2]}
+# -- a server and its standby --------------------------------------------------------------
 
 
 def pairs(simulation: Simulation) -> list[tuple[Postoffice, Postoffice]]:

@@ -30,6 +30,7 @@ from pslite.protocol.succession import Standing
 from pslite.testing.simulator import Faults, Simulation
 from pslite.wire.recovery import RequestRecord
 from tests.faults import returning
+from tests.faults.invariants import contents, stores_of
 from tests.faults.returning import (
     MakeScript,
     Results,
@@ -45,7 +46,6 @@ from tests.faults.standbys import (
     OPTIMIZERS,
     assert_nothing_is_left,
     calls_script,
-    contents,
     count_calls,
     dtypes_script,
     is_quiet,
@@ -408,6 +408,26 @@ def slowed(script: Any, pause_s: float) -> Any:
             yield pause_s
 
     return slow
+
+
+def test_a_new_standby_counts_updates_as_its_server_does() -> None:
+    """Also if the optimizer has no state, which would be copied with the counts."""
+    simulation = Simulation(1, 1, 1, prepare=install, standbys=1)
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store = create_dist("dist_async", "dist_async", node=node)
+        yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=0.1))
+        yield store.init_async("w", np.zeros(3))
+        yield store.push_async("w", np.ones(3))
+        simulation.kill_standby(0)
+        simulation.start_standby(0)
+        yield 12.0
+        yield store.push_async("w", np.ones(3))
+
+    run_to_rest(simulation, script)
+    (part,) = stores_of(simulation.servers[0])._parts
+    assert part.count == 2 and simulation.standbys
 
 
 @pytest.mark.parametrize("name", ["sync", "async", "rows"])

@@ -9,6 +9,7 @@ FILE = "tests/faults/test_standbys.py"
 AT = f"{FILE}::test_a_server_or_its_standby_may_be_killed_before_any_step_of_the_simulation"
 SYNC, ASYNC = f"{AT}[server-sync-0]", f"{AT}[server-async-0]"
 CALLS = f"{FILE}::test_no_optimizer_dtype_or_call_makes_a_difference"
+SEEDS = "tests/faults/test_returning.py::test_several_may_be_killed_whatever_the_network_does"
 RULES = "tests/unit/pslite/protocol/test_replication.py"
 
 BUGS = [
@@ -266,5 +267,26 @@ BUGS = [
         "for place in (apart + able)[:1]:",
         "for place in able[:1]:",
         "tests/unit/kvstore/launch/job/test_launch_supervisor.py",
+    ),
+    Bug(
+        "a new standby counts the updates of plain optimizers from zero",
+        "kvstore/server/dense.py",
+        "            part.arena.state(part.store.optimizer)  # it may begin the counts anew\n",
+        "",
+        f"{FILE}::test_a_new_standby_counts_updates_as_its_server_does",
+    ),
+    Bug(
+        "a server answers when it has applied a round, whether or not its standby has it",
+        "pslite/node/standby.py",
+        "        if applying.is_stored and applying.outcomes is not None:\n",
+        "        if applying.outcomes is not None:\n",
+        SEEDS,
+    ),
+    Bug(
+        "a server keeps the frames of records that its standby has done",
+        "pslite/protocol/replication.py",
+        "            self._undone_bytes -= self._frames.popleft()[2]\n",
+        "            self._undone_bytes -= self._frames[0][2]\n            break\n",
+        SEEDS,
     ),
 ]
