@@ -6,22 +6,35 @@ Both stop when their process is stopped, and end when it is killed. Read next: `
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any, Protocol
 
 from pslite.future import Future
 from pslite.node.pool import Work
 from pslite.node.postoffice import Postoffice
 
-if TYPE_CHECKING:
-    from pslite.testing.simulator import Simulation
-
 Script = Callable[[Postoffice], Generator[Any, Any, None]]
+
+
+class Surroundings(Protocol):
+    """What scripts and pools use of a simulation."""
+
+    random: Random
+    now: float
+    launcher: Callable[[int, BaseException], bool] | None
+    _tasks: list[Task]
+
+    def at(self, time: float, event: Work) -> None: ...
+
+    def defer(self, uid: str, work: Work) -> bool: ...
+
+    def slowness(self, uid: str) -> float: ...
 
 
 class SimulatedPool:
     """Work takes random virtual time; lanes keep their order. It stops with its node."""
 
-    def __init__(self, simulation: Simulation, uid: str) -> None:
+    def __init__(self, simulation: Surroundings, uid: str) -> None:
         self._simulation = simulation
         self._uid = uid
         self._free_at: dict[int, float] = {}
@@ -54,7 +67,7 @@ class SimulatedPool:
 class Task:
     """A running script."""
 
-    def __init__(self, simulation: Simulation, node: Postoffice, script: Script) -> None:
+    def __init__(self, simulation: Surroundings, node: Postoffice, script: Script) -> None:
         self._simulation = simulation
         self.node = node
         self.script = script

@@ -539,8 +539,10 @@ def test_a_server_that_wakes_up_after_its_standby_took_over_changes_nothing(name
             simulation.pause(server, simulation.now + 12.0)
             simulation.servers[0] = simulation.standbys.pop(0)
 
-        def script(node: Postoffice, make: Any = make, results: Results = results) -> Steps:
-            yield from make(results)(node)
+        train_on = make(results)
+
+        def script(node: Postoffice, train: Any = train_on) -> Steps:
+            yield from train(node)
             yield 20.0
             yield node.barrier(4)
 
