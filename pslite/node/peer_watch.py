@@ -90,6 +90,12 @@ class PeerWatch:
         if not connected:
             self._suspicion.set(min(self._suspicion.due, now + _SUSPECT_INTERVAL_S))
 
+    def expect(self, peer: str, now: float) -> None:
+        """Note that a peer should be connected from now on: it counts as lost otherwise."""
+        if peer not in self._connected:
+            self._liveness.disconnected(peer, now)
+            self._suspicion.set(now)
+
     def forget(self, peer: str) -> None:
         """Stop watching a peer."""
         self._nodes.pop(peer, None)

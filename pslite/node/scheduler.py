@@ -139,10 +139,12 @@ class SchedulerControl(NodeControl):
         node = message.node[0]
         if node.uid != delivery.peer or node.incarnation > delivery.incarnation:
             return
-        if office.membership.node_ids.get(node.uid) == node.node_id:
+        self._seating.registers(node)
+        has_seat = office.membership.node_ids.get(node.uid) == node.node_id
+        if has_seat and node.node_id not in office.membership.vacant:
             self._seating.is_back(node, now)
             return
-        if message.attempt >= 0:
+        if has_seat or message.attempt >= 0:
             self._seating.turn_away(node)
             return
         if message.stands_by and self._seating.standby_is_back(node, now):

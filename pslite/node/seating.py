@@ -55,8 +55,8 @@ class Seating:
         self._save = save
         self.seats = Seats(office.config.rejoin_timeout_s)
         self._timer = office.io_queue.timers.new(self._look)
-        #: The members that have asked a scheduler that goes on in place of a lost one; None if this
-        #: one is the first.
+        #: The processes that have registered at a scheduler that goes on in place of a lost one;
+        #: None if this one is the first.
         self._back: set[str] | None = None
         #: The number of messages to servers about their standbys; and the last one of each.
         self._num_told = 0
@@ -251,6 +251,8 @@ class Seating:
             if row.standing == Standing.VACANT.name:
                 office.membership.vacate(row.node_id, row.attempt, row.reason)
                 office.watch.vacated(row.node, row.reason)
+        for peer in self.not_back():
+            office.watch.expect(peer, now)
         for each in seats.welcoming():
             office.io_queue.look_after_each_step(partial(self._welcome, each.node, each.attempt))
         self._timer.set(now + _LOOK_INTERVAL_S)
@@ -260,11 +262,14 @@ class Seating:
         nodes = [*self._office.membership.neighbours(), *self.seats.standbys()]
         return [node.uid for node in nodes if node.uid not in (self._back or ())]
 
+    def registers(self, node: NodeInfo) -> None:
+        """Note that a process has registered, so it knows that this is the scheduler now."""
+        if self._back is not None:
+            self._back.add(node.uid)
+
     def is_back(self, node: NodeInfo, now: float) -> None:
         """Handle a member that has lost the scheduler and registers again."""
         office, membership, node_id = self._office, self._office.membership, node.node_id
-        if self._back is not None:
-            self._back.add(node.uid)
         office.links.know(node.uid)
         if self.seats.is_welcoming(node_id, self.seats.attempt(node_id)):
             return  # it is told once all members know it
@@ -282,8 +287,6 @@ class Seating:
         if all(each.uid != standby.uid for each in self.seats.standbys()):
             return False
         office.links.know(standby.uid)
-        if self._back is not None:
-            self._back.add(standby.uid)
         server = office.membership.node(standby.node_id)
         is_paired = all(each.uid != standby.uid for each in self.seats.spares())
         if server is not None and is_paired:

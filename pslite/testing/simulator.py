@@ -294,7 +294,7 @@ class Simulation:
         self._dues[uid] = until
 
         def give_up() -> None:
-            if self._stopped[uid] == until:  # it was not killed meanwhile
+            if self._stopped.get(uid) == until:  # it was not killed meanwhile
                 for name, other in self.nodes.items():
                     if name != uid and not self.is_dead(other):
                         self.cut(node, other, until)

@@ -69,6 +69,8 @@ class Invariants:
         self.fenced: set[str] = set()
         #: Process -> how many had its seat before; absent: none.
         self._attempts: dict[str, int] = {}
+        #: Process -> the one that had its seat before.
+        self._before: dict[str, str] = {}
         #: Part -> the attempt of the last process that has answered for it.
         self._newest: dict[int, int] = {}
         #: Standby -> the pushes and the requests in its records.
@@ -100,16 +102,15 @@ class Invariants:
         def note_before(seat: _Seat, node: NodeInfo) -> Any:
             succession = give(seat, node)
             self._attempts[node.uid] = seat.attempt
-            before[node.uid] = succession.before.uid
+            self._before[node.uid] = succession.before.uid
             return succession
 
         def note_welcome(node_id: int, attempt: int) -> bool:
             is_welcome: bool = welcomed(node_id, attempt)
             if is_welcome:
-                self.fenced.add(before[seats._seats[node_id].node.uid])
+                self.fenced.add(self._before[seats._seats[node_id].node.uid])
             return is_welcome
 
-        before: dict[str, str] = {}
         seats._give, seats.welcomed = note_before, note_welcome
 
     def _watch_records(self, node: Postoffice) -> None:

@@ -39,7 +39,14 @@ LOSSES = (
 wait, and wake up."""
 LOSSES_OF_SERVERS = ("server killed", "worker and server killed", "worker and server killed")
 """These need more to happen, so they are chosen more often."""
-OTHERS = ("worker paused", "server paused", "standby paused", "one-way cut", "slow node")
+OTHERS = (
+    "scheduler killed",
+    "worker paused",
+    "server paused",
+    "standby paused",
+    "one-way cut",
+    "slow node",
+)
 KINDS = (
     *dict.fromkeys((*LOSSES, *LOSSES_OF_SERVERS, *OTHERS)),
     "server killed without a standby",
@@ -85,6 +92,7 @@ class Mishaps:
             "one-way cut": self._cut_one_way,
             "slow node": self._slow,
             "server killed without a standby": self._kill_alone,
+            "scheduler killed": self._kill_scheduler,
         }
         self._plan = self._make_plan(num_steps)
         self._watch_steps()
@@ -310,6 +318,16 @@ class Mishaps:
         simulation.kill(simulation.servers[rank])
         self._lasts(0.0)
         self.hopeless = f"server {rank}"
+        return True
+
+    def _kill_scheduler(self) -> bool:
+        """Kill the scheduler; another process goes on in its place."""
+        simulation, chance = self._simulation, self._chance
+        if simulation.is_dead(simulation.scheduler):
+            return False
+        after_s = chance.choice([chance.uniform(0.02, 0.5), chance.uniform(0.5, 12.0)])
+        simulation.restart_scheduler(after_s)
+        self._lasts(after_s)
         return True
 
     # -- what costs no process its seat --------------------------------------------------------

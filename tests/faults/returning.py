@@ -8,6 +8,7 @@ not restored changes all later bits.
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import replace
@@ -211,6 +212,7 @@ def simulation_of(
     faults: Faults | None = None,
     *,
     standbys: int = 0,
+    journal: str = "",
     watch: Callable[[Postoffice], None] | None = None,
 ) -> Simulation:
     """A cluster that waits for processes in place of lost workers; ``watch`` gets its nodes."""
@@ -228,6 +230,7 @@ def simulation_of(
         prepare=prepare,
         rejoin_timeout_s=60.0,
         standbys=standbys,
+        scheduler_journal=journal,
     )
 
 
@@ -284,12 +287,14 @@ def run(seed: int, not_yet: Collection[str] = NOT_YET) -> tuple[Simulation, Coun
         num_workers = 2
     num_steps, expected = without_kill(make, num_workers, num_servers)
     invariants, results = Invariants(), dict[int, bytes]()
+    folder = tempfile.TemporaryDirectory()
     simulation = simulation_of(
         seed,
         num_workers,
         num_servers,
         replace(faults_of(seed), until_s=NETWORK_S),
         standbys=chance.randint(0, 1),
+        journal=f"{folder.name}/journal",
         watch=invariants.watch,
     )
     invariants.simulation = simulation
@@ -331,8 +336,10 @@ def finish(simulation: Simulation, over_at: float) -> None:
     def is_over(node: Postoffice) -> bool:
         return node.finished.done() or node.error is not None
 
-    # A process to which the scheduler has not said a word waits for the start of a job.
-    limit_s = max(simulation.now, over_at) + simulation.scheduler.config.rendezvous_timeout_s
+    # A process that has lost the scheduler waits for the next one; one to which the scheduler has
+    # not said a word waits for the start of a job.
+    config = simulation.scheduler.config
+    limit_s = max(simulation.now, over_at) + config.rendezvous_timeout_s + config.rejoin_timeout_s
     try:
         simulation.until(lambda: all(map(is_over, others)), limit_s)
     except HangError as error:

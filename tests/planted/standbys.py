@@ -277,7 +277,7 @@ BUGS = [
     ),
     Bug(
         "a server answers when it has applied a round, whether or not its standby has it",
-        "pslite/node/standby.py",
+        "pslite/node/primary.py",
         "        if applying.is_stored and applying.outcomes is not None:\n",
         "        if applying.outcomes is not None:\n",
         SEEDS,
