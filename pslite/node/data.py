@@ -132,6 +132,11 @@ class Traffic:
         server = None if self.standby is None else self.standby.primary
         return [node.uid for node in (standby, server) if node is not None]
 
+    @property
+    def stands_by(self) -> bool:
+        """Whether this process has begun to stand by for a server."""
+        return self.standby is not None and self.standby.has_begun
+
     def record_arrived(self, delivery: Delivery) -> None:
         """Handle one of ``RECORDS``, of a server to its standby or back."""
         message, primary = delivery.message, self.primary

@@ -87,7 +87,7 @@ class MemberControl(NodeControl):
         """Return the message to register with, first or again."""
         office, register = self._office, self._register
         if office.info is None:
-            return register
+            return replace(register, attempt=0) if office.traffic.stands_by else register
         attempt = office.membership.attempts.get(office.info.node_id, 0)
         return replace(register, node=(office.info,), attempt=attempt)
 

@@ -144,10 +144,10 @@ class SchedulerControl(NodeControl):
         if has_seat and node.node_id not in office.membership.vacant:
             self._seating.is_back(node, now)
             return
+        if message.stands_by and self._seating.standby_is_back(node, message.attempt, now):
+            return
         if has_seat or message.attempt >= 0:
             self._seating.turn_away(node)
-            return
-        if message.stands_by and self._seating.standby_is_back(node, now):
             return
         known = node, message.num_workers, message.num_servers, message.package
         is_late = bool(self._rendezvous.roster) or office.error is not None

@@ -281,11 +281,14 @@ class Seating:
             self._tell_server(node_id, () if standby is None else (standby,))
         self._fill(now)
 
-    def standby_is_back(self, standby: NodeInfo, now: float) -> bool:
-        """Handle a process that has lost the scheduler; return whether it stands by."""
+    def standby_is_back(self, standby: NodeInfo, attempt: int, now: float) -> bool:
+        """Handle a standby that has lost the scheduler; return False if it is a new one."""
         office = self._office
         if all(each.uid != standby.uid for each in self.seats.standbys()):
-            return False
+            if attempt >= 0:  # it has the state of a server that has let it go
+                office.links.know(standby.uid)
+                self._release(standby)
+            return attempt >= 0
         office.links.know(standby.uid)
         server = office.membership.node(standby.node_id)
         is_paired = all(each.uid != standby.uid for each in self.seats.spares())

@@ -65,6 +65,7 @@ class Standby:
         self._handle = handle
         #: Its server; None before the scheduler has named it, and after it was lost.
         self.primary: NodeInfo | None = None
+        self.has_begun = False
         self._replay: Replay[tuple[Message, Sequence[Any]]] = Replay()
         self._turns = Turns()
         #: Pieces of the payload of the next record.
@@ -73,7 +74,7 @@ class Standby:
 
     def begin(self, primary: NodeInfo) -> None:
         """Stand by for this server from now on."""
-        self.primary = primary
+        self.primary, self.has_begun = primary, True
         self._office.links.know(primary.uid)
         self._office.van.connect(primary.uid, primary.address)
 

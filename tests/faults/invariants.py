@@ -224,6 +224,7 @@ def left(simulation: Simulation) -> list[str]:
     found = [
         f"{node.van.uid} has {number} messages to {peer}"
         for node in here
+        if node.error is None
         for peer, (number, _) in node.links.unaccepted().items()
         if peer in uids
     ]
