@@ -38,6 +38,7 @@ _FOREIGN_NAMES = (
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
 REJOIN_NAME = "PS_REJOIN_TIMEOUT"
 REJOIN_S = "60"
+JOURNAL_NAME = "PS_SCHEDULER_JOURNAL"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class JobFacts:
     listen_fd: int = -1
     key_file: str | None = None
     joined_fd: int = -1
+    journal: str | None = None
     worker_hosts: tuple[str, ...] = ()
     store_port: int = 0
     attempt: int = 0
@@ -117,6 +119,8 @@ def plan_job(
     fds = {"PS_LISTEN_FD": facts.listen_fd, "PS_JOINED_FD": facts.joined_fd}
     fds = {name: fd for name, fd in fds.items() if fd >= 0}
     scheduler = {**service, **{name: str(fd) for name, fd in fds.items()}}
+    if facts.journal is not None:
+        scheduler[JOURNAL_NAME] = facts.journal
     roles: dict[str, tuple[int, Sequence[str], dict[str, str]]] = {
         "scheduler": (1, service_command, scheduler),
         "server": (options.num_servers, service_command, server),

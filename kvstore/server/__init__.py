@@ -19,7 +19,7 @@ from pathlib import Path
 from kvstore.protocol.requests import DIRECTORY_APP, STORE_APP
 from kvstore.server.malloc import keep_freed_memory
 from kvstore.server.shares import describe, server_shares
-from pslite import CollectiveServer, Config, Postoffice, Role, start
+from pslite import CollectiveServer, Config, Future, Postoffice, Role, start
 from pslite.errors import ConfigError, PSError
 from pslite.ids import NodeInfo
 from pslite.node.log import try_to_stderr
@@ -151,12 +151,8 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
         try_to_stderr(error)
     node = start(config, prepare=lambda node: install(node, errors), wait=False)
     if joined_fd >= 0:
-        tell = partial(_tell, joined_fd)
-        node.ready.on_done(lambda ready: None if ready.error() else tell("all have joined"))
-        node.control.on_seated.append(lambda member: tell(f"{member.name} has its place again"))
-        node.control.on_filled.append(
-            lambda server: tell(f"standby {server.rank} has its place again")
-        )
+        # Not before the I/O thread has read what a lost scheduler has written.
+        node.io_queue.call(partial(_tell_of_places, node, partial(_tell, joined_fd)))
     goodbye, exit_code = True, 0
     try:
         node.finished.result()
@@ -171,6 +167,25 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
     finally:
         node.close(goodbye=goodbye)
     return exit_code
+
+
+def _tell_of_places(node: Postoffice, tell: Callable[[str], None]) -> None:
+    """Tell the launcher of each process that has the place of a lost one, now and later."""
+
+    def seated(member: NodeInfo) -> None:
+        attempt = node.membership.attempts.get(member.node_id, 0)
+        tell(f"{member.role} {member.rank} has its place again: {attempt}")
+
+    def joined(ready: Future[NodeInfo]) -> None:
+        if not ready.error():
+            tell("all have joined")
+            for member in node.membership.roster:  # the place of this process, too, may be one
+                if node.membership.attempts.get(member.node_id, 0):
+                    seated(member)
+
+    node.ready.on_done(joined)
+    node.control.on_seated.append(seated)
+    node.control.on_filled.append(lambda server: tell(f"standby {server.rank} has its place again"))
 
 
 def _tell(joined_fd: int, line: str) -> None:

@@ -27,7 +27,7 @@ from pslite.node.log import label
 from pslite.node.member_barriers import MemberBarriers
 from pslite.node.message_filter import MAX_EARLY, needs_roster
 from pslite.node.scheduler_away import SchedulerAway
-from pslite.protocol.membership import Gone
+from pslite.protocol.membership import Gone, with_seated
 from pslite.van.zmq.addresses import format_address
 from pslite.wire.messages import (
     BarrierLeave,
@@ -214,27 +214,23 @@ class MemberControl(NodeControl):
 
     def _complete(self, message: Roster, epoch: int, now: float) -> None:
         office = self._office
-        mine = [node for node in message.members if node.node_id == message.node_id]
+        early = [delivery.message for delivery in self._early]
+        seated = [(news.node[0], news.attempt) for news in early if isinstance(news, Seated)]
+        members, attempts = with_seated(message.members, message.attempts, seated)
+        mine = [node for node in members if node.node_id == message.node_id]
         if office.info is not None or not mine:
             return
         office.log.name = label(mine[0])
-        office.log.learn(message.members)
-        if office.role is Role.WORKER:
-            for node in message.members:
-                if node.role == Role.SERVER.value:
-                    office.van.connect(node.uid, node.address)
+        office.log.learn(members)
+        for node in members if office.role is Role.WORKER else ():
+            if node.role == Role.SERVER.value:
+                office.van.connect(node.uid, node.address)
         self._stop_waiting()
         office.log.info(1, f"{office.log.name} is connected to others")
-        office.join(
-            mine[0],
-            message.members,
-            now,
-            epoch=epoch,
-            attempts=message.attempts,
-            standbys=message.standbys,
-        )
-        early, self._early = self._early, []
-        for delivery in early:
+        standbys = message.standbys
+        office.join(mine[0], members, now, epoch=epoch, attempts=attempts, standbys=standbys)
+        deliveries, self._early = self._early, []
+        for delivery in deliveries:
             self.handle(delivery, now)
 
     def _give_up(self, error: Exception, now: float) -> None:
@@ -379,7 +375,7 @@ class MemberControl(NodeControl):
             is_server = node.role == Role.SERVER.value
             text = f"{node.title} has taken the place of {before.title}"
             office.log.info(0 if is_server and office.role is Role.WORKER else 1, text)
-            if is_server and office.membership.has_said_goodbye:
+            if is_server and self._leaving:
                 office.send(node.node_id, Leave())
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:

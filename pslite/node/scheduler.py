@@ -147,7 +147,7 @@ class SchedulerControl(NodeControl):
         if message.stands_by and self._seating.standby_is_back(node, message.attempt, now):
             return
         if has_seat or message.attempt >= 0:
-            self._seating.turn_away(node)
+            self._seating.turn_out(node, "it had lost the scheduler")
             return
         known = node, message.num_workers, message.num_servers, message.package
         is_late = bool(self._rendezvous.roster) or office.error is not None
@@ -242,6 +242,7 @@ class SchedulerControl(NodeControl):
         self._barriers.resume(charter.failed_barriers)
         office.traffic.begin_epoch(charter.epoch)
         office.log.info(0, "this process goes on in the place of the lost scheduler")
+        office.membership.attempts[SCHEDULER_ID] = self._records.num_terms - 1
         seating.resume(charter.seats, self._records.num_terms, now)
         self._beats.set(beat_at(office.config, now))
         if not office.membership.live(Role.WORKER):
@@ -259,7 +260,7 @@ class SchedulerControl(NodeControl):
             lost = office.seat(node, attempt, now)
             if lost is not None:
                 self._titles[node.node_id] = node.title
-                self._seating.turn_away(lost)
+                self._seating.turn_out(lost, "another process has its place")
         self._rendezvous.resume(charter.roster)
         for each in charter.gone:
             gone = membership.depart(each.node_id, left=each.left, reason=each.reason)
@@ -414,6 +415,8 @@ class SchedulerControl(NodeControl):
     def _gone(self, gone: Gone, *, is_news: bool) -> None:
         office = self._office
         self._seating.seats.left(gone.node.node_id)
+        if not gone.left:
+            self._seating.turn_out(gone.node, gone.reason)
         office.watch.departed(gone)
         office.traffic.begin_epoch(office.membership.epoch + 1)
         self._save()

@@ -172,14 +172,14 @@ class Seating:
         office.log.info(0, f"{node.title} is lost: {reason}; another process may take its place")
         self._save()
         office.watch.vacated(node, reason)
-        self._turn_out(node, reason)
+        self.turn_out(node, reason)
         for member in self._others(node_id):
             office.send(member.node_id, Vacant(node_id, attempt, reason))
         self._vacated(node_id)
         self._fill(now)
         return True
 
-    def _turn_out(self, node: NodeInfo, reason: str) -> None:
+    def turn_out(self, node: NodeInfo, reason: str) -> None:
         """Tell a process that it was declared lost, now or when it wakes up."""
         text = (
             f"{node.title} was declared lost ({reason}), and another process may have its place; "
@@ -295,10 +295,6 @@ class Seating:
         if server is not None and is_paired:
             office.links.send(standby.uid, StandsBy((server,), False, 0), (), 1, now)
         return True
-
-    def turn_away(self, node: NodeInfo) -> None:
-        """Handle a process that asks again and has no seat any more."""
-        self._turn_out(node, "it had lost the scheduler")
 
     def _look(self, now: float) -> None:
         self._timer.set(now + _LOOK_INTERVAL_S if self._office.error is None else math.inf)

@@ -385,6 +385,20 @@ class Membership:
         )
 
 
+def with_seated(
+    members: Sequence[NodeInfo],
+    attempts: Sequence[int],
+    seated: Sequence[tuple[NodeInfo, int]],
+) -> tuple[tuple[NodeInfo, ...], list[int]]:
+    """Return a roster and its attempts after processes have taken seats: (entry, attempt)."""
+    found, counts = list(members), list(attempts)
+    for node, attempt in seated:
+        for place, before in enumerate(found):
+            if before.node_id == node.node_id and attempt > counts[place]:
+                found[place], counts[place] = node, attempt
+    return tuple(found), counts
+
+
 @dataclass(slots=True)
 class _Said:
     about: int

@@ -104,7 +104,7 @@ class Mishaps:
         if not has_standbys and chance.random() < 0.2:
             return [(chance.randint(1, num_steps), "server killed without a standby")]
         kinds = [kind for kind in (*LOSSES, *LOSSES_OF_SERVERS, *OTHERS) if self._fits(kind)]
-        num = chance.randint(2, 6) if has_standbys else chance.randint(0, 3)
+        num = chance.randint(3, 7) if has_standbys else chance.randint(0, 3)
         chosen = [*dict.fromkeys(chance.sample(kinds, num))]
         # Most rules for lost workers matter without standbys, with which a step begins later.
         chosen += ["worker killed"] * (0 if has_standbys else chance.randint(1, 3))

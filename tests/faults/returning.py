@@ -287,34 +287,34 @@ def run(seed: int, not_yet: Collection[str] = NOT_YET) -> tuple[Simulation, Coun
         num_workers = 2
     num_steps, expected = without_kill(make, num_workers, num_servers)
     invariants, results = Invariants(), dict[int, bytes]()
-    folder = tempfile.TemporaryDirectory()
-    simulation = simulation_of(
-        seed,
-        num_workers,
-        num_servers,
-        replace(faults_of(seed), until_s=NETWORK_S),
-        standbys=chance.randint(0, 1),
-        journal=f"{folder.name}/journal",
-        watch=invariants.watch,
-    )
-    invariants.simulation = simulation
-    simulation.until(lambda: is_complete(simulation))
-    mishaps = Mishaps(simulation, chance, num_steps, not_yet)
-    try:
-        simulation.run(make(results), limit_s=600.0)
-    except NodeLostError as error:
-        if not mishaps.hopeless or mishaps.hopeless not in str(error):
-            raise AssertionError(f"(7) an unclear end: {error}") from error
-        simulation.until(lambda: all(task.over for task in simulation._tasks), 600.0)
-        mishaps.counts["the end of the job"] += 1
-    took_s = simulation.now - max(mishaps.over_at, NETWORK_S)
-    assert took_s <= MOST_S, f"(7) it took {took_s:.1f} s after the last fault"
-    if not mishaps.counts["the end of the job"]:
-        invariants.check_owed()
-        assert_at_rest(simulation)
-        assert sorted(results) == list(range(num_workers))
-        assert set(results.values()) == {expected}, "(3) other weights"
-        finish(simulation, mishaps.over_at)
+    with tempfile.TemporaryDirectory() as folder:
+        simulation = simulation_of(
+            seed,
+            num_workers,
+            num_servers,
+            replace(faults_of(seed), until_s=NETWORK_S),
+            standbys=chance.randint(0, 1),
+            journal=f"{folder}/journal",
+            watch=invariants.watch,
+        )
+        invariants.simulation = simulation
+        simulation.until(lambda: is_complete(simulation))
+        mishaps = Mishaps(simulation, chance, num_steps, not_yet)
+        try:
+            simulation.run(make(results), limit_s=600.0)
+        except NodeLostError as error:
+            if not mishaps.hopeless or mishaps.hopeless not in str(error):
+                raise AssertionError(f"(7) an unclear end: {error}") from error
+            simulation.until(lambda: all(task.over for task in simulation._tasks), 600.0)
+            mishaps.counts["the end of the job"] += 1
+        took_s = simulation.now - max(mishaps.over_at, NETWORK_S)
+        assert took_s <= MOST_S, f"(7) it took {took_s:.1f} s after the last fault"
+        if not mishaps.counts["the end of the job"]:
+            invariants.check_owed()
+            assert_at_rest(simulation)
+            assert sorted(results) == list(range(num_workers))
+            assert set(results.values()) == {expected}, "(3) other weights"
+            finish(simulation, mishaps.over_at)
     return simulation, mishaps.counts
 
 

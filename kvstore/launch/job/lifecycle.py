@@ -15,7 +15,8 @@ afterwards which exit was the cause. Processes that are started again are in ``r
        │
        ├──the scheduler was killed after all had joined──> RUNNING, as a failure
        │
-       ├──a worker failed, and may be started again──> RUNNING, after a pause
+       ├──a worker failed, or the scheduler was killed, and may be started again──> RUNNING,
+       │    after a pause
        │
        ├──a server failed whose standby runs, or a standby failed whose server runs──> RUNNING,
        │    and another standby may be started, after a pause
@@ -32,7 +33,8 @@ scheduler's own.
 
 With ``--restarts``, a worker that fails after all have joined is started again, and asks the
 scheduler for its place. If the scheduler gives it no place, it ends the job, and the worker's first
-end is the cause. If it does, that end is forgotten.
+end is the cause. If it does, that end is forgotten. A scheduler that was killed is started again,
+too, and goes on from its journal.
 
 With ``--standbys``, the scheduler gives the place of a lost server to its standby, which is the
 server from then on. Until the scheduler says so, the end of the server is remembered as with a
@@ -56,7 +58,7 @@ from kvstore.launch.job.restarts import (
     Standbys,
     Timing,
 )
-from kvstore.launch.plan import ProcessSpec
+from kvstore.launch.plan import JOURNAL_NAME, ProcessSpec
 
 
 class Phase(enum.Enum):
@@ -123,12 +125,21 @@ class Lifecycle:
     @property
     def num_returned(self) -> int:
         """How many times a worker that was started again got its place."""
-        return self.restarts.num_returned
+        return self._num_returns("worker")
+
+    @property
+    def num_schedulers(self) -> int:
+        """How many times another process has gone on as the scheduler."""
+        return self._num_returns("scheduler")
+
+    def _num_returns(self, role: str) -> int:
+        returns = self.restarts.returns.items()
+        return sum(count for index, count in returns if self._specs[index].role == role)
 
     @property
     def num_restarts(self) -> int:
         """How many restarts of single processes count for the attempts that may follow."""
-        return self.num_returned + self.standbys.num_started
+        return self.num_returned + self.num_schedulers + self.standbys.num_started
 
     @property
     def excused(self) -> Set[int]:
@@ -193,26 +204,43 @@ class Lifecycle:
 
     def _can_follow(self) -> bool:
         """Return whether a process can get the place of a lost one."""
-        is_running = self.phase is Phase.RUNNING and self._is_certain is True
-        return is_running and not self._has_scheduler_ended()
+        return self._is_going_on() and not self._has_scheduler_ended()
+
+    def _is_going_on(self) -> bool:
+        return self.phase is Phase.RUNNING and self._is_certain is True
 
     def _may_return(self, failures: Sequence[int]) -> bool:
-        """Return whether all that failed are workers that may be started again."""
-        return (
-            self._can_follow()
-            and 0 < len(failures) <= self.restarts.num_left
-            and all(self._specs[index].role == "worker" for index in failures)
-        )
+        """Return whether all that failed may be started again: workers, or the scheduler.
 
-    def returned(self, rank: int, role: str = "worker") -> None:
-        """Handle the scheduler's report that the place of a lost process is taken."""
+        A scheduler that ends by itself reports the failure of the job.
+        """
+        roles = {
+            self._specs[index].role
+            for index in failures
+            if self.exits[index].status < 0 or self._specs[index].role != "scheduler"
+        }
+        may_be_replaced = {"worker"}
+        if any(JOURNAL_NAME in spec.environment for spec in self._specs):
+            may_be_replaced.add("scheduler")
+        is_enough = 0 < len(failures) <= self.restarts.num_left
+        is_possible = self._can_follow() or "scheduler" in roles
+        return self._is_going_on() and is_possible and is_enough and roles <= may_be_replaced
+
+    def returned(self, rank: int, role: str = "worker", attempt: int = 0) -> None:
+        """Handle the scheduler's report that the place of a lost process is taken.
+
+        ``attempt`` is how many processes had it before; 0: it does not matter. The next scheduler
+        repeats reports.
+        """
+        if attempt and not self.restarts.is_news(role, rank, attempt):
+            return
         if role == "server":
             self.standbys.returned(rank, self._specs)
             self._plan_standbys()
         elif role == "standby":
             self.standbys.filled(rank, self._specs, self.exits.keys() | self.restarts.due.keys())
         for index, spec in enumerate(self._specs):
-            if (spec.role, spec.rank, role) == ("worker", rank, "worker"):
+            if (spec.role, spec.rank) == (role, rank) and role in ("worker", "scheduler"):
                 self.restarts.returned(index)
 
     def joined(self, now_s: float, *, is_certain: bool = True) -> None:

@@ -82,10 +82,12 @@ class Joined:
 
 @dataclass(frozen=True)
 class Returned:
-    """Another process has the place of a lost worker, server or standby."""
+    """Another process has the place of a lost one."""
 
     rank: int
     role: str = "worker"
+    attempt: int = 0
+    """How many processes had the place before; 0 if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Finished:
 Event = Started | Output | Ended | CannotStart | Note | Located | Joined | Returned | Finished
 IndexedSpecs = Sequence[tuple[int, ProcessSpec]]
 
-_SEATED = [[b"worker"], [b"server"], [b"standby"]]
+_SEATED = [[b"worker"], [b"server"], [b"standby"], [b"scheduler"]]
 
 Handler = Callable[[float], "list[Event]"]
 """The function for a descriptor in a selector; called with the time when the descriptor is ready.
@@ -123,7 +125,8 @@ class SchedulerLines:
             if words[:1] == [b"all"]:
                 events.append(Joined())
             elif words[:1] in _SEATED and words[1].isdigit():
-                events.append(Returned(int(words[1]), words[0].decode()))
+                attempt = int(words[-1]) if words[-1].isdigit() else 0
+                events.append(Returned(int(words[1]), words[0].decode(), attempt))
         return events
 
 

@@ -70,14 +70,16 @@ class Restarts:
         #: How many restarts are left, and how many there have been, also in earlier attempts.
         self.num_left, self.num_used = num_left, num_used
         self.num_all = num_left + num_used
-        #: How many times a worker that was started again got its place.
-        self.num_returned = 0
+        #: Process -> how many times it was started again and got its place.
+        self.returns: Counter[int] = Counter()
         #: The first ends of workers that have not got their places again: probably their cause.
         self.setbacks: dict[int, Exit] = {}
         self._last_ends: dict[int, Exit] = {}
         self._num_starts: Counter[int] = Counter()
         #: Process -> when to start it.
         self.due: dict[int, float] = {}
+        #: (role, rank) -> how many processes had the place before, as far as it was reported.
+        self._attempts: dict[tuple[str, int], int] = {}
 
     def plan(self, found: Exit, *, is_setback: bool = True) -> None:
         """Plan the restart of a process that has ended.
@@ -96,6 +98,12 @@ class Restarts:
         self.num_used += 1
         self.due[index] = found.at_s + wait_s
 
+    def is_news(self, role: str, rank: int, attempt: int) -> bool:
+        """Note the number of a process that has a place; return whether that was not known."""
+        is_news = attempt > self._attempts.get((role, rank), 0)
+        self._attempts[role, rank] = max(attempt, self._attempts.get((role, rank), 0))
+        return is_news
+
     def take(self, now_s: float) -> list[Again]:
         """Return the starts that are due."""
         due = [index for index, due_s in self.due.items() if now_s >= due_s]
@@ -104,9 +112,9 @@ class Restarts:
         return [Again(self._last_ends[index], self._num_starts[index]) for index in due]
 
     def returned(self, index: int) -> None:
-        """Note that a worker has its place again."""
+        """Note that a process has its place again."""
         if self.setbacks.pop(index, None) is not None:
-            self.num_returned += 1
+            self.returns[index] += 1
         if index in self.due:  # it has ended once more before this was heard
             self.setbacks[index] = self._last_ends[index]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -144,6 +145,7 @@ def _mended(job: Lifecycle) -> dict[str, int]:
     return {
         "a lost worker was replaced": job.num_returned,
         "a lost server was replaced": job.standbys.num_seated,
+        "the scheduler was replaced": job.num_schedulers,
         "a standby was started again": job.standbys.num_started,
     }
 
@@ -197,7 +199,11 @@ def _supervise(
     # One end goes to the scheduler, which reports on it that all have joined.
     heard, joined = socket.socketpair()
     restarts = num_restarts if _waits_for_workers(given) else 0
+    folder = Path(tempfile.gettempdir()) / f"kvstore-scheduler-{facts.job_id}"
     with heard, joined, Supervisor(facts.job_id, environ, log_dir, timing) as supervisor:
+        if restarts:
+            supervisor.remove_at_the_end(folder)
+            folder.mkdir(mode=0o700)
         for note in options.notes if facts.attempt == 0 else ():
             supervisor.terminal.say(note)
         arranged = arrange(supervisor, key)
@@ -210,6 +216,7 @@ def _supervise(
                 cpu_count=arranged.cpu_count,
                 key_file=None if key_file is None else str(key_file),
                 joined_fd=joined.fileno(),
+                journal=str(folder / "journal") if restarts else None,
                 worker_hosts=tuple(arranged.worker_hosts),
                 store_port=_store_port(),
             )
@@ -236,10 +243,11 @@ def _supervise(
                 line = complete_line(specs, hosts, address, shown_logs)
                 supervisor.terminal.show_status(scheduler, line)
             supervisor.start(assigned, variables, restarts, num_used)
-            joined.close()  # only the scheduler holds it now, so its death closes it
+            if not restarts:
+                joined.close()  # only the scheduler holds it now, so its death closes it
             supervisor.joined = SchedulerLines(heard)
-            # When the scheduler dies, its port stays taken while nodes of this job run: no other
-            # process can listen there. No connection is answered there either.
+            # When the scheduler dies, its port stays taken: only the process that is started in its
+            # place, which inherits the socket, too, can listen there.
             return supervisor.wait()
 
 

@@ -239,7 +239,7 @@ class Supervisor:
                 now_s = time.monotonic()
                 self._carry_out(self._lifecycle.exited(event.statuses, now_s, is_final=is_final))
             elif isinstance(event, places.Returned):
-                self._lifecycle.returned(event.rank, event.role)
+                self._lifecycle.returned(event.rank, event.role, event.attempt)
             elif isinstance(event, places.CannotStart):
                 self._refuse(self._lifecycle, event)
             elif isinstance(event, places.Located):
