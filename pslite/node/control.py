@@ -18,7 +18,7 @@ from pslite.node.report import Reporter
 from pslite.node.same_machine import LocalPeers
 from pslite.protocol.membership import Gone, LossReports
 from pslite.wire.messages import Beat, Leave, Members
-from pslite.wire.recovery import MayReturn
+from pslite.wire.recovery import BarriersReached, MayReturn
 
 SCHEDULER = "scheduler"
 """The name under which every node connects to the scheduler."""
@@ -111,6 +111,8 @@ class NodeControl(abc.ABC):
 
     def set_barriers(self, counts: dict[int, int]) -> None:
         self._barrier_rounds = Counter(counts)
+        reached = BarriersReached(tuple(counts), tuple(counts.values()))
+        self._office.send(SCHEDULER_ID, reached)  # it may have come after the lost process
 
     def say_whether_to_return(self, yes: bool) -> None:
         office = self._office
