@@ -170,7 +170,7 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
 
 
 def _tell_of_places(node: Postoffice, tell: Callable[[str], None]) -> None:
-    """Tell the launcher of each process that has the place of a lost one, now and later."""
+    """Tell the launcher of each process that has the place of a lost one."""
 
     def seated(member: NodeInfo) -> None:
         attempt = node.membership.attempts.get(member.node_id, 0)

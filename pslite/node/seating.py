@@ -156,7 +156,7 @@ class Seating:
         for standby in self.seats.standbys():
             if standby.uid == peer:
                 self.dismiss(standby.node_id, f"the standby is lost: {reason}")
-                self._office.links.shut(peer)
+                self.turn_out(standby, reason)
                 return True
         return False
 

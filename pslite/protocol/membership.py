@@ -390,7 +390,7 @@ def with_seated(
     attempts: Sequence[int],
     seated: Sequence[tuple[NodeInfo, int]],
 ) -> tuple[tuple[NodeInfo, ...], list[int]]:
-    """Return a roster and its attempts after processes have taken seats: (entry, attempt)."""
+    """Return a roster and its attempts after ``seated``: (entry, attempt) of seats."""
     found, counts = list(members), list(attempts)
     for node, attempt in seated:
         for place, before in enumerate(found):

@@ -240,7 +240,8 @@ class Seats:
     def verdict(self, node_id: int, reason: str) -> str:
         """Return the reason for the end of the job, with why no process is awaited."""
         seat = self._seats.get(node_id)
-        if seat is not None and seat.num_losses >= MOST_LOSSES:
+        is_worker = seat is not None and seat.node.role == Role.WORKER.value
+        if seat is not None and is_worker and seat.num_losses >= MOST_LOSSES:
             return f"{reason}; it was lost {seat.num_losses} times in the same step"
         return reason
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -54,15 +54,10 @@ KINDS = (
 """All that ``Mishaps`` does."""
 
 
-NOT_YET = ("server and scheduler", "worker and scheduler")
-"""The long cuts that jobs do not survive yet. Remove an entry when they do."""
-
-
 class Mishaps:
     """The mishaps of one run.
 
-    ``num_steps`` is how many steps of the simulation the run takes without any. The long cuts of
-    ``not_yet`` do not happen.
+    ``num_steps`` is how many steps of the simulation the run takes without any.
     """
 
     def __init__(
@@ -70,11 +65,9 @@ class Mishaps:
         simulation: Simulation,
         chance: random.Random,
         num_steps: int,
-        not_yet: Collection[str],
     ) -> None:
         self._simulation = simulation
         self._chance = chance
-        self._not_yet = not_yet
         self.counts: Counter[str] = Counter()
         #: When the last one is over, so that nothing more goes wrong.
         self.over_at = 0.0
@@ -298,7 +291,7 @@ class Mishaps:
             "worker and server": [(worker, server) for worker in workers for server in servers],
             "server and standby": list(zip(servers, self._lossy_standbys(), strict=True)),
         }
-        chosen = [what for what in links if links[what] and what not in self._not_yet]
+        chosen = [what for what in links if links[what]]
         if not chosen:
             return None
         what = self._chance.choice(chosen)

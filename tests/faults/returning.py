@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -27,7 +27,7 @@ from pslite.errors import NodeLostError
 from pslite.future import gather
 from pslite.testing.simulator import Faults, HangError, Script, Simulation
 from tests.faults.invariants import MOST_S, Invariants, assert_at_rest
-from tests.faults.mishaps import NOT_YET, Mishaps
+from tests.faults.mishaps import Mishaps
 from tests.faults.witness import faults_of
 
 STEPS = 5
@@ -274,7 +274,7 @@ def killed_at(make: MakeScript, at_step: int, rank: int, back_s: float = 0.3) ->
     return results
 
 
-def run(seed: int, not_yet: Collection[str] = NOT_YET) -> tuple[Simulation, Counter[str]]:
+def run(seed: int) -> tuple[Simulation, Counter[str]]:
     """A run in which all goes wrong that a seed says; return how often each mishap came.
 
     Servers have standbys in half of the seeds. All invariants of ``invariants.py`` are checked,
@@ -299,7 +299,7 @@ def run(seed: int, not_yet: Collection[str] = NOT_YET) -> tuple[Simulation, Coun
         )
         invariants.simulation = simulation
         simulation.until(lambda: is_complete(simulation))
-        mishaps = Mishaps(simulation, chance, num_steps, not_yet)
+        mishaps = Mishaps(simulation, chance, num_steps)
         try:
             simulation.run(make(results), limit_s=600.0)
         except NodeLostError as error:
@@ -350,17 +350,16 @@ def finish(simulation: Simulation, over_at: float) -> None:
 def main() -> None:
     """Run many seeds, and print the one that fails.
 
-    ``python -m tests.faults.returning FIRST COUNT [all]``; "all" has what is not survived yet, too.
+    ``python -m tests.faults.returning FIRST COUNT``.
     """
     import sys
     import time
 
     first, count = int(sys.argv[1]), int(sys.argv[2])
-    not_yet = () if sys.argv[3:] == ["all"] else NOT_YET
     began, counts = time.perf_counter(), Counter[str]()
     for seed in range(first, first + count):
         try:
-            counts += run(seed, not_yet)[1]
+            counts += run(seed)[1]
         except BaseException:
             print(f"seed {seed}")
             raise

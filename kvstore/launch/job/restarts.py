@@ -99,7 +99,7 @@ class Restarts:
         self.due[index] = found.at_s + wait_s
 
     def is_news(self, role: str, rank: int, attempt: int) -> bool:
-        """Note the number of a process that has a place; return whether that was not known."""
+        """Note the number of a process that has a place; return whether it is new."""
         is_news = attempt > self._attempts.get((role, rank), 0)
         self._attempts[role, rank] = max(attempt, self._attempts.get((role, rank), 0))
         return is_news
