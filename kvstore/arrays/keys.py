@@ -68,6 +68,16 @@ class Generations:
     def __len__(self) -> int:
         return len(self._present) + len(self._deleted)
 
+    def state(self) -> list[Any]:
+        """Return all as plain data, for ``resume``."""
+        rows = [list(map(list, known.items())) for known in (self._present, self._deleted)]
+        return [*rows, self._most_forgotten]
+
+    def resume(self, state: Sequence[Any]) -> None:
+        """Go on from what ``state`` has returned."""
+        present, deleted, self._most_forgotten = state
+        self._present, self._deleted = dict(present), dict(deleted)
+
     def following(self, key: Key) -> int:
         """Return the number of the next ``init`` of a key that is not initialized."""
         return self._deleted.get(key, self._most_forgotten) + 1

@@ -55,7 +55,7 @@ def install(node: Postoffice, import_errors: Sequence[str] = ()) -> None:
             config.max_message_bytes,
             lambda: _shares(node),
         )
-        node.customers.add(DIRECTORY_APP, directory.handle, waits_for_others=True)
+        node.customers.add(DIRECTORY_APP, directory.handle, waits_for_others=True, kept=directory)
         node.watch.on_departure.append(directory.departed)
         node.on_deadlock.append(directory.deadlocked)
 

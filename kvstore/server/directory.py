@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.arrays.keys import Generations, Key, KeySpec
 from kvstore.errors import KeyTypeError, UnknownTypeError, ValueMismatchError
@@ -26,6 +27,7 @@ from kvstore.protocol.requests import (
     pack,
     pack_entries,
     unpack,
+    unpack_entries,
     unpack_specs,
 )
 from kvstore.server.joint_calls import JointCallCoordinator
@@ -120,6 +122,29 @@ class Directory:
                 "send it"
             )
         call(incoming)
+
+    def state(self) -> list[Any] | None:
+        """Return all as plain data, for ``resume``; None if a request waits."""
+        stores = []
+        for number, store in self._stores.items():
+            optimizers, joint_calls = store.optimizers.state(), store.joint_calls.state()
+            if store.waiting or optimizers is None or joint_calls is None:
+                return None
+            entries = pack_entries(list(store.entries.values()))
+            names = [store.kind, store.scope, entries, list(store.ready)]
+            stores.append([number, *names, store.generations.state(), optimizers, joint_calls])
+        shares = None if self._shares is None else list(self._shares)
+        return [self._loads, shares, self._decider, self._next_part, stores]
+
+    def resume(self, state: Sequence[Any]) -> None:
+        """Go on from what ``state`` has returned."""
+        self._loads, self._shares, self._decider, self._next_part, stores = state
+        for number, kind, scope, entries, ready, generations, optimizers, joint_calls in stores:
+            store = self._stores[number] = _Store(kind, scope=scope, ready=set(ready))
+            store.entries = {entry.key: entry for entry in unpack_entries(entries)}
+            store.generations.resume(generations)
+            store.optimizers.resume(optimizers)
+            store.joint_calls.resume(joint_calls)
 
     def departed(self) -> None:
         """Handle the loss of a worker; the next rank may have to decide now."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.protocol.requests import CLOSING, pack
 from pslite.errors import UsageError
@@ -48,6 +49,15 @@ class JointCallCoordinator:
         self._last = 0
         #: What was said in the last calls, by their numbers.
         self._said: dict[int, str] = {}
+
+    def state(self) -> list[Any] | None:
+        """Return all as plain data, for ``resume``; None if a call is open."""
+        return None if self._open else [self._last, list(map(list, self._said.items()))]
+
+    def resume(self, state: Sequence[Any]) -> None:
+        """Go on from what ``state`` has returned."""
+        self._last, said = state
+        self._said = dict(said)
 
     def said(self, call: int) -> str:
         """Return the text of a call that is over; empty if it is forgotten."""

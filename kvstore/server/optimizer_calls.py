@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import OptimizerMismatch
-from pslite.errors import UsageError
+from pslite.errors import UsageError, describe, rebuild
 from pslite.node.customer import Incoming
 
 MOST_CALLS = 1000
@@ -51,6 +51,23 @@ class OptimizerCalls:
         self._num_before_joint_call = 0
         #: Rank -> the number of its last call that it has decided.
         self._made: dict[int, int] = {}
+
+    def state(self) -> list[Any] | None:
+        """Return all as plain data, for ``resume``; None if a request waits."""
+        if self._waiting:
+            return None
+        errors = (None if each.error is None else list(describe(each.error)) for each in self._last)
+        last = [[each.optimizer, error] for each, error in zip(self._last, errors, strict=True)]
+        tables = [list(map(list, table.items())) for table in (self._shifts, self._made)]
+        refused = sorted(self._refused)
+        return [self.num, self.current, last, *tables, refused, self._num_before_joint_call]
+
+    def resume(self, state: Sequence[Any]) -> None:
+        """Go on from what ``state`` has returned."""
+        self.num, self.current, last, shifts, made, refused, self._num_before_joint_call = state
+        for optimizer, error in last:
+            self._last.append(_Decided(optimizer, error and rebuild(*error)))
+        self._shifts, self._made, self._refused = dict(shifts), dict(made), set(refused)
 
     def num_of(self, rank: int) -> int:
         """Return the number of a rank's last call that has taken effect or failed."""

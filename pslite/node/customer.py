@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pslite.errors import RemoteError, UsageError, rebuild, told
 from pslite.future import Future
@@ -172,6 +172,20 @@ class Incoming:
 Handler = Callable[[Incoming], None]
 
 
+class KeptState(Protocol):
+    """The state of an app, which depends only on its requests and on who is gone."""
+
+    def state(self) -> list[Any] | None:
+        """Return it as plain data; None if a request waits for others."""
+
+    def resume(self, state: Sequence[Any]) -> None:
+        """Go on from what ``state`` has returned."""
+
+
+def _unchanged(app: int, handler: Handler, kept: KeptState | None) -> Handler:
+    return handler
+
+
 class Customers:
     """The apps of one node and their open requests."""
 
@@ -199,22 +213,30 @@ class Customers:
         #: Nodes of which the next process repeats all requests.
         self.repeating_nodes: set[int] = set()
         #: Returns the handler to use for an app that waits for others, instead of its own.
-        self.wrap: Callable[[int, Handler], Handler] = lambda _, handler: handler
+        self.wrap: Callable[[int, Handler, KeptState | None], Handler] = _unchanged
 
     @property
     def is_at_work(self) -> bool:
         """Whether an app may still answer a request before another message arrives."""
         return any(count for app, count in self._open.items() if app not in self._waiting_apps)
 
-    def add(self, app: int, handler: Handler, *, waits_for_others: bool = False) -> None:
+    def add(
+        self,
+        app: int,
+        handler: Handler,
+        *,
+        waits_for_others: bool = False,
+        kept: KeptState | None = None,
+    ) -> None:
         """Pass requests for ``app`` to ``handler``, including those that wait for it.
 
         With ``waits_for_others``, a request that the app does not answer at once is answered only
-        after another request arrives or a node is gone.
+        after another request arrives or a node is gone. Another process of the scheduler can go on
+        from ``kept``.
         """
         if waits_for_others:
             self._waiting_apps.add(app)
-            handler = self.wrap(app, handler)
+            handler = self.wrap(app, handler, kept)
         if app in self._handlers:
             raise UsageError(f"this node already has an app {app}; choose another number")
         self._handlers[app] = handler

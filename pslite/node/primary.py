@@ -16,7 +16,7 @@ from typing import Any
 from pslite.ids import SCHEDULER_ID, NodeInfo
 from pslite.node.customer import Handler, Incoming
 from pslite.node.office import Office
-from pslite.node.recorded_requests import Answers, Question
+from pslite.node.recorded_requests import Answers, Question, plain
 from pslite.node.standby import ANSWER, END, Apply, Execute, Outcomes, handled, nothing
 from pslite.plane import (
     Effect,
@@ -137,7 +137,7 @@ class Primary:
             for record in records:
                 self._ask_standby(record)
             for question, (response, frames) in self._answers.all():
-                answer = StateRecord(0, ANSWER, pack_value(_plain(response)), frames)
+                answer = StateRecord(0, ANSWER, pack_value(plain(response)), frames)
                 self._ask_standby(answer, question)
             self._ask_standby(StateRecord(0, END, b"", ()))
             self._filled_at = self._in_sync_at = self._journal.last
@@ -341,9 +341,3 @@ class Primary:
             ended()
 
         handled(replace(incoming, _respond=respond), handle)
-
-
-def _plain(response: Response) -> list[Any]:
-    """Return what is in an answer, for a record."""
-    r = response
-    return [r.app, r.customer, r.head, r.kind, r.error, r.role, r.rank, r.body]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pslite.node.customer import Handler, Incoming
+from pslite.node.customer import Handler, Incoming, KeptState
 from pslite.protocol.charter import RecordedRequest
 from pslite.wire.messages import Request, Response
 
@@ -22,6 +22,18 @@ _MOST_ANSWERS = 4096
 Question = tuple[str, int]
 """The asker's name in the van, and the number of its request."""
 Answer = tuple[Response, Sequence[Any]]
+
+
+def plain(response: Response) -> list[Any]:
+    """Return what is in an answer, for a record."""
+    r = response
+    return [r.app, r.customer, r.head, r.kind, r.error, r.role, r.rank, r.body]
+
+
+def response_from(request_id: int, fields: Sequence[Any]) -> Response:
+    """Return the answer that ``plain`` has described."""
+    app, customer, head, *rest = fields
+    return Response(app, customer, request_id, head, *rest)
 
 
 class Answers:
@@ -58,14 +70,40 @@ class RecordedRequests:
         self._uid_of = uid_of
         self._record = record
         self._handlers: dict[int, Handler] = {}
+        self._kept: dict[int, KeptState | None] = {}
         self._open: set[Question] = set()
         self._answers = Answers(_MOST_ANSWERS)
         self._is_replaying = False
 
-    def wrapped(self, app: int, handler: Handler) -> Handler:
+    def wrapped(self, app: int, handler: Handler, kept: KeptState | None = None) -> Handler:
         """Return a handler that records the requests of an app."""
-        self._handlers[app] = handler
+        self._handlers[app], self._kept[app] = handler, kept
         return self._arrived
+
+    def state(self) -> list[Any] | None:
+        """Return the states of the apps and the answers as plain data, for ``resume``.
+
+        None if a request waits, or if an app has no such state.
+        """
+        states = {app: kept and kept.state() for app, kept in self._kept.items()}
+        if self._open or None in states.values():
+            return None
+        answers = [
+            [*question, *plain(response)]
+            for question, (response, frames) in self._answers.all()
+            if not frames
+        ]
+        return [list(map(list, states.items())), answers]
+
+    def resume(self, state: Sequence[Any]) -> None:
+        """Go on from what ``state`` has returned."""
+        states, answers = state
+        for app, each in states:
+            kept = self._kept.get(app)
+            if kept is not None:
+                kept.resume(each)
+        for uid, request_id, *fields in answers:
+            self._answers.note((uid, request_id), response_from(request_id, fields), ())
 
     def _arrived(self, incoming: Incoming) -> None:
         r = incoming.request

@@ -7,21 +7,23 @@ a time has the file: there are never two schedulers. ``protocol/charter.py`` has
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
 import weakref
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 from pslite.errors import ConfigError
 from pslite.wire.codec import pack_value, unpack_value
 
-CHARTER, REQUEST, DEADLOCK, TERM = b"C", b"R", b"D", b"T"
+CHARTER, REQUEST, DEADLOCK, TERM, APPS = b"C", b"R", b"D", b"T", b"A"
 """The kinds of records.
 
-A ``Charter``; a ``RecordedRequest``; the text of a deadlock; and one for each process that has gone
-on from the records.
+A ``Charter``; a ``RecordedRequest``; the text of a deadlock; how many processes have gone on from
+the records; the state of the apps, which stands for all requests before it.
 """
 
 #: Each record begins with its kind, the bytes of its plain data, and their CRC-32.
@@ -36,6 +38,7 @@ class SchedulerJournal:
 
         Raises ``ConfigError`` if this is impossible, or another process has it.
         """
+        self._path = path
         where = f"PS_SCHEDULER_JOURNAL={path}"
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -49,6 +52,7 @@ class SchedulerJournal:
             raise ConfigError(
                 f"another scheduler has {where}; end it first (it may be stopped)"
             ) from None
+
         #: The records that were there: (kind, plain data).
         self.found: list[tuple[bytes, Any]] = []
         self._read()
@@ -67,13 +71,36 @@ class SchedulerJournal:
             start += _HEAD.size + length
         os.ftruncate(self._file, start)
         os.lseek(self._file, start, os.SEEK_SET)
+        self.nbytes = start
 
     def append(self, kind: bytes, plain: Any) -> None:
         """Add a record. Raises ``OSError`` if it cannot be written."""
         body = pack_value(plain)
         record = _HEAD.pack(kind, len(body), zlib.crc32(body)) + body
+        self.nbytes += len(record)
         while record:
             record = record[os.write(self._file, record) :]
+
+    def replace(self, records: Sequence[tuple[bytes, Any]]) -> None:
+        """Let these records stand for all that are there.
+
+        Raises ``OSError`` if that is impossible; then nothing has changed.
+        """
+        other = f"{self._path}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(other)  # a process was lost while it wrote it
+        fresh = SchedulerJournal(other)
+        try:
+            for kind, plain in records:
+                fresh.append(kind, plain)
+            os.rename(other, self._path)
+        except OSError:
+            fresh.close()
+            raise
+        self._end()
+        fresh._end.detach()
+        self._file, self.nbytes = fresh._file, fresh.nbytes
+        self._end = weakref.finalize(self, os.close, self._file)
 
     def empty(self) -> None:
         """Remove all records: no process can go on from them any more."""

@@ -5,15 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from pslite.errors import ConfigError
 from pslite.node.control import ControlOffice
 from pslite.node.recorded_requests import RecordedRequests, request_of
-from pslite.node.scheduler_journal import CHARTER, DEADLOCK, REQUEST, TERM, SchedulerJournal
+from pslite.node.scheduler_journal import APPS, CHARTER, DEADLOCK, REQUEST, TERM, SchedulerJournal
 from pslite.protocol.barrier import Barriers
 from pslite.protocol.charter import Charter, GoneRow, RecordedRequest, charter_from
 from pslite.protocol.succession import Seats
+
+#: A journal is shortened beyond this length, and again when it has grown to a multiple of it.
+_MOST_BYTES = 4 << 20
+_TIMES = 4
 
 
 class SchedulerRecords:
@@ -25,6 +31,8 @@ class SchedulerRecords:
         self._seats = seats
         self._journal: SchedulerJournal | None = None
         self._saved: Charter | None = None
+        #: The journal is shortened when it is longer than this.
+        self._most_bytes = _MOST_BYTES
         #: How many processes have gone on from the journal.
         self.num_terms = 0
         self._requests = RecordedRequests(self._uid_of, self._record)
@@ -34,14 +42,20 @@ class SchedulerRecords:
 
     def save(self) -> None:
         """Write the charter if it has changed."""
+        charter = self._charter()
+        if charter is not None and charter != self._saved:
+            self._saved = charter
+            self._write(CHARTER, charter.plain())
+
+    def _charter(self) -> Charter | None:
         membership, roster = self._office.membership, self._office.membership.roster[1:]
         if self._journal is None or not roster:
-            return
+            return None
         gone = tuple(
             GoneRow(node, each.left, each.reason, self._barriers.reached_by(node))
             for node, each in membership.gone.items()
         )
-        charter = Charter(
+        return Charter(
             roster,
             tuple(membership.attempts.get(node.node_id, 0) for node in roster),
             membership.epoch,
@@ -49,9 +63,6 @@ class SchedulerRecords:
             self._seats.rows(),
             self._barriers.failed(),
         )
-        if charter != self._saved:
-            self._saved = charter
-            self._write(CHARTER, charter.plain())
 
     def deadlock(self, text: str) -> None:
         """Write that the waits of all apps have ended with an error."""
@@ -60,7 +71,19 @@ class SchedulerRecords:
 
     def _record(self, request: RecordedRequest) -> None:
         self.save()  # what a request does may depend on who is gone
+        if self._journal is not None and self._journal.nbytes > self._most_bytes:
+            self._shorten()
         self._write(REQUEST, request)
+
+    def _shorten(self) -> None:
+        """Replace the requests so far by what they have led to, if none waits."""
+        state = self._requests.state()
+        if state is None or self._saved is None or self._journal is None:
+            return
+        records = [(TERM, self.num_terms), (CHARTER, self._saved.plain()), (APPS, state)]
+        with contextlib.suppress(OSError, ConfigError):  # it goes on with the long one
+            self._journal.replace(records)
+        self._most_bytes = max(_MOST_BYTES, _TIMES * self._journal.nbytes)
 
     def _uid_of(self, node: int) -> str:
         return self._office.membership.uids.get(node, "")
@@ -100,9 +123,12 @@ class SchedulerRecords:
                 self._requests.replay(known, incoming)
             elif kind == DEADLOCK:
                 deadlocked(plain)
-            self.num_terms += kind == TERM
+            elif kind == APPS:
+                self._requests.resume(plain)
+            elif kind == TERM:
+                self.num_terms = plain
         self._saved = charter
-        self._write(TERM, None)
         self.num_terms += 1
+        self._write(TERM, self.num_terms)
         records.clear()
         return charter

@@ -16,7 +16,7 @@ from pslite.ids import NodeInfo
 from pslite.node.customer import Handler, Incoming
 from pslite.node.links import Delivery
 from pslite.node.office import Office
-from pslite.node.recorded_requests import Answers
+from pslite.node.recorded_requests import Answers, response_from
 from pslite.plane import (
     Job,
     Outcome,
@@ -147,8 +147,7 @@ class Standby:
 
     def _repeat_request(self, record: RequestRecord, frames: Sequence[Any]) -> None:
         if record.head == ANSWER:
-            app, customer, head, *rest = unpack_value(record.body)
-            response = Response(app, customer, record.request_id, head, *rest)
+            response = response_from(record.request_id, unpack_value(record.body))
             self._answers.note((record.uid, record.request_id), response, frames)
         if record.head in (ANSWER, END):
             self._ended(record.number)

@@ -87,6 +87,7 @@ class Mishaps:
             "server killed without a standby": self._kill_alone,
             "scheduler killed": self._kill_scheduler,
         }
+        self._has_one_scheduler = True
         self._plan = self._make_plan(num_steps)
         self._watch_steps()
         simulation.launcher = self._start_again
@@ -101,6 +102,7 @@ class Mishaps:
         chosen = [*dict.fromkeys(chance.sample(kinds, num))]
         # Most rules for lost workers matter without standbys, with which a step begins later.
         chosen += ["worker killed"] * (0 if has_standbys else chance.randint(1, 3))
+        self._has_one_scheduler = "scheduler killed" not in chosen
         last = num_steps * 4 // 5  # the job must not be over before they can happen
         return sorted(((chance.randint(1, last), kind) for kind in chosen), reverse=True)
 
@@ -258,7 +260,8 @@ class Mishaps:
         seconds = chance.uniform(9.0, 17.0)
         simulation.pause(node, self._lasts(seconds, is_loss=True))
         if role == "worker":
-            if seconds > 12.0 and chance.random() < 0.5:  # so it is lost before it wakes up
+            # It is lost before it wakes up, if there is a scheduler to say so.
+            if seconds > 12.0 and self._has_one_scheduler and chance.random() < 0.5:
                 simulation.replace(simulation.workers.index(node), chance.uniform(0.3, 15.0))
                 self._lasts(15.0)
         else:
