@@ -131,8 +131,9 @@ class Directory:
             if store.waiting or optimizers is None or joint_calls is None:
                 return None
             entries = pack_entries(list(store.entries.values()))
-            names = [store.kind, store.scope, entries, list(store.ready)]
-            stores.append([number, *names, store.generations.state(), optimizers, joint_calls])
+            ready = [key for key in store.entries if key in store.ready]
+            of_keys = [entries, ready, store.generations.state()]
+            stores.append([number, store.kind, store.scope, *of_keys, optimizers, joint_calls])
         shares = None if self._shares is None else list(self._shares)
         return [self._loads, shares, self._decider, self._next_part, stores]
 
