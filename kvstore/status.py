@@ -395,7 +395,7 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
 
 
 def _remarks(survey: Survey) -> list[str]:
-    """Return lines about silent and lost nodes, and about waits, longest first."""
+    """Return lines about silent and lost nodes, waits (longest first), and events."""
     lines = []
     for node in survey.nodes:
         where = f"{node.name} (pid {node.pid} on {node.host})"
@@ -411,6 +411,7 @@ def _remarks(survey: Survey) -> list[str]:
             lines.append(f"{what} {waited} for {', '.join(wait.missing)}")
         else:
             lines.append(f"{node.name} {waited}: {what}")
+    lines += [f"{_seconds(event.ago_s)} ago: {event.text}" for event in survey.events]
     return lines
 
 

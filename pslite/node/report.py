@@ -6,6 +6,7 @@ until someone asks. Read next: ``surveyor.py``, which collects the reports.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from pslite.ids import Role
@@ -13,7 +14,7 @@ from pslite.node.data import Traffic
 from pslite.node.office import Office
 from pslite.version import __version__
 from pslite.wire.messages import StatusReport
-from pslite.wire.survey import NodeReport, ProgressSource, Wait, packed
+from pslite.wire.survey import MAX_EVENTS, Event, NodeReport, ProgressSource, Wait, packed
 
 
 class Reporter:
@@ -23,8 +24,19 @@ class Reporter:
         self._office = office
         self._traffic = traffic
         self._began_at = office.clock()
+        #: When what happened to the nodes of the job, on the scheduler.
+        self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         #: Knows the progress of a worker's training; None on other nodes.
         self.progress: ProgressSource | None = None
+
+    def happened(self, text: str) -> None:
+        """Log an event, and remember it for the status of the job."""
+        self._events.append((self._office.clock(), text))
+        self._office.log.info(0, text)
+
+    def events(self, now: float) -> tuple[Event, ...]:
+        """Return the last events, the oldest first."""
+        return tuple(Event(max(0.0, now - at), text) for at, text in self._events)
 
     def report(self, now: float, waits: Sequence[Wait] = ()) -> NodeReport:
         """Return a report on the node; ``waits`` are the waits that its control knows."""

@@ -241,7 +241,7 @@ class SchedulerControl(NodeControl):
         self._stop_waiting()
         self._barriers.resume(charter.failed_barriers)
         office.traffic.begin_epoch(charter.epoch)
-        office.log.info(0, "this process goes on in the place of the lost scheduler")
+        office.reporter.happened("this process goes on in the place of the lost scheduler")
         office.membership.attempts[SCHEDULER_ID] = self._records.num_terms - 1
         seating.resume(charter.seats, self._records.num_terms, now)
         self._beats.set(beat_at(office.config, now))

@@ -125,14 +125,18 @@ class Seating:
         if standby is not None and server is not None:
             self._save()
             self._filled(server)
-            self._office.log.info(0, f"{server.title} has a standby again (pid {standby.pid})")
+            self._office.reporter.happened(
+                f"{server.title} has a standby again (pid {standby.pid})"
+            )
 
     def dismiss(self, node_id: int, why: str, *, for_good: bool = False) -> None:
         """Let a server go on without its standby, if it has one."""
         standby = self.seats.dismiss(node_id, for_good=for_good)
         if standby is not None:
             office = self._office
-            office.log.info(0, f"{office.membership.title(node_id)} has no standby any more: {why}")
+            office.reporter.happened(
+                f"{office.membership.title(node_id)} has no standby any more: {why}"
+            )
             self._tell_server(node_id, ())
             self._release(standby)
             self._pair_up()
@@ -169,7 +173,9 @@ class Seating:
         attempt = self.seats.attempt(node_id)
         if office.membership.vacate(node_id, attempt, reason) is None:
             return True
-        office.log.info(0, f"{node.title} is lost: {reason}; another process may take its place")
+        office.reporter.happened(
+            f"{node.title} is lost: {reason}; another process may take its place"
+        )
         self._save()
         office.watch.vacated(node, reason)
         self.turn_out(node, reason)
@@ -200,7 +206,7 @@ class Seating:
 
     def _seat(self, succession: Succession, now: float) -> None:
         office, node, before = self._office, succession.node, succession.before
-        office.log.info(0, f"{node.title} takes the place of {before.title}")
+        office.reporter.happened(f"{node.title} takes the place of {before.title}")
         office.log.learn((node,))
         office.seat(node, succession.attempt, now)
         self._save()

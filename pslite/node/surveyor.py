@@ -175,6 +175,7 @@ class Surveyor:
                 ),
                 *(self._member(node, reports.get(node.node_id), now) for node in members),
             ),
+            events=office.reporter.events(now),
         )
 
     def _member(self, node: NodeInfo, report: NodeReport | None, now: float) -> NodeStatus:

@@ -23,6 +23,8 @@ MAX_WAITS = 16
 MAX_NAMED = 32
 """The most missing nodes that a wait names."""
 MAX_LISTED = 65_536
+MAX_EVENTS = 20
+"""The most events of a survey; the last ones are kept."""
 LEAST_WAIT_S = 1.0
 """Shorter waits are normal, and are not listed."""
 
@@ -107,6 +109,14 @@ class NodeStatus(NamedTuple):
         return f"{self.role} {self.rank}"
 
 
+class Event(NamedTuple):
+    """Something that has happened to the nodes of a job."""
+
+    ago_s: float
+    text: str
+    """For example ``worker 1 (pid 4742 on vm) takes the place of ...``."""
+
+
 class Survey(NamedTuple):
     """A whole job at one moment."""
 
@@ -122,6 +132,8 @@ class Survey(NamedTuple):
     """Who has not joined, for people: ``2 of 4 workers``."""
     nodes: tuple[NodeStatus, ...]
     """The scheduler, workers by rank, servers by rank."""
+    events: tuple[Event, ...] = ()
+    """The last losses, and who has taken the places; the oldest first."""
 
 
 class ProgressSource(Protocol):
@@ -178,9 +190,9 @@ def _to_plain(value: Any) -> Any:
 
 _HINTS = {
     kind: tuple(typing.get_type_hints(kind).values())
-    for kind in (Wait, Progressed, NodeReport, NodeStatus, Survey)
+    for kind in (Wait, Progressed, NodeReport, NodeStatus, Event, Survey)
 }
-_LONGEST = {Wait: MAX_WAITS, str: MAX_NAMED + 1, NodeStatus: MAX_LISTED}
+_LONGEST = {Wait: MAX_WAITS, str: MAX_NAMED + 1, NodeStatus: MAX_LISTED, Event: MAX_EVENTS}
 
 
 def _read(kind: Any, plain: Any) -> Any:

@@ -17,6 +17,7 @@ import pslite
 from kvstore.server import install
 from kvstore.stores.dist.store import create_dist
 from pslite.errors import ConfigError, DeadlineError, PSError
+from pslite.node.links import REPEATED
 from pslite.testing.inproc import InprocNetwork, InprocVan
 from pslite.van.base import Received
 from pslite.wire.base import Message
@@ -92,7 +93,7 @@ def test_an_observer_leaves_no_trace(cluster: InprocCluster) -> None:
     for reached in [node.barrier(pslite.WORKER_GROUP) for node in cluster.workers]:
         reached.result(LIMIT_S)
     assert scheduler.membership.epoch == 1
-    assert scheduler.links.dropped.total() == 0
+    assert scheduler.links.dropped.keys() <= {REPEATED}
 
 
 def test_a_job_that_nobody_asks_pays_nothing() -> None:

@@ -66,6 +66,7 @@ from pslite.wire.survey import (
     MAX_NAMED,
     MAX_TEXT,
     MAX_WAITS,
+    Event,
     NodeReport,
     NodeStatus,
     Progressed,
@@ -242,7 +243,7 @@ def test_the_numbers_of_pipes_are_the_codes() -> None:
 
 def test_the_values_of_a_status_are_the_codes() -> None:
     text = section("17 Observers")
-    kinds = (Survey, NodeStatus, NodeReport, Progressed, Wait)
+    kinds = (Survey, Event, NodeStatus, NodeReport, Progressed, Wait)
     tables = re.findall(r"^An? (\w+):\n\n((?:\|.*\n)+)", text, re.M)
     assert [name for name, _ in tables] == [kind.__name__ for kind in kinds]
     for kind, (_, table) in zip(kinds, tables, strict=True):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvstore.status import Summary, as_json, as_line, as_table, main, rates, summarise
-from pslite.wire.survey import NodeReport, NodeStatus, Progressed, Survey, Wait
+from pslite.wire.survey import Event, NodeReport, NodeStatus, Progressed, Survey, Wait
 
 
 def report(
@@ -211,3 +211,12 @@ def test_an_interval_that_is_none_is_refused_in_words(
         main(["--watch", text])
     assert ended.value.code == 2
     assert f"--watch: expected at least 0.5 seconds, got {text}\n" in capsys.readouterr().err
+
+
+def test_the_last_lines_say_what_has_happened() -> None:
+    events = Event(3.2, "worker 1 (pid 5 on a) is lost: gone"), Event(2.0, "worker 1 is replaced")
+    text = as_table(survey()._replace(events=events), None)
+    assert text.splitlines()[-2:] == [
+        "3 s ago: worker 1 (pid 5 on a) is lost: gone",
+        "2 s ago: worker 1 is replaced",
+    ]
