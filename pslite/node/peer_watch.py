@@ -254,7 +254,7 @@ class PeerWatch:
         for verdict in self._liveness.tick(now):
             if isinstance(verdict, Lost):
                 self._lost(verdict, now)
-            else:
+            elif verdict.peer in self._connected:
                 who = self._office.membership.peer_title(verdict.peer)
                 self._office.log.warn(
                     f"{who} is connected but has been silent for {verdict.silent_s:.0f} s"

@@ -26,6 +26,7 @@ class SchedulerAway:
         self._register = register
         self._since: float | None = None
         self._patience = office.io_queue.timers.new(self._give_up)
+        self._line = office.io_queue.timers.new(self._say)
         office.links.on_replaced = self._is_replaced
 
     @property
@@ -39,6 +40,7 @@ class SchedulerAway:
         if self._since is None:
             self._since = now
             self._patience.set(now + office.config.rejoin_timeout_s)
+            self._line.set(now + office.config.report_after_s)
             office.log.info(
                 0 if office.role is Role.WORKER else 1,
                 f"the scheduler is lost: {reason}; waiting for another process in its place",
@@ -70,6 +72,15 @@ class SchedulerAway:
         """Wait no longer."""
         self._since = None
         self._patience.set(math.inf)
+        self._line.set(math.inf)
+
+    def _say(self, now: float) -> None:
+        config, since = self._office.config, now if self._since is None else self._since
+        self._line.set(now + config.report_after_s)
+        where = f"{config.root_uri}:{config.root_port}"
+        self._office.log.warn(
+            f"no scheduler at {where} for {now - since:.0f} s; push and pull go on"
+        )
 
     def _give_up(self, now: float) -> None:
         config = self._office.config
