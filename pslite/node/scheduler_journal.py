@@ -45,17 +45,22 @@ class SchedulerJournal:
         except OSError as error:
             raise ConfigError(f"cannot open {where}: {error.strerror}") from None
         self._end = weakref.finalize(self, os.close, self._file)
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not self._has_lock(path):
             self.close()
             raise ConfigError(
                 f"another scheduler has {where}; end it first (it may be stopped)"
             ) from None
-
         #: The records that were there: (kind, plain data).
         self.found: list[tuple[bytes, Any]] = []
         self._read()
+
+    def _has_lock(self, path: str) -> bool:
+        """Lock the file; return False if another process has it, or has just replaced it."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.path.samestat(os.fstat(self._file), os.stat(path))
+        except OSError:
+            return False
 
     def _read(self) -> None:
         """Read all whole records; remove what a process has not written to its end."""
@@ -96,6 +101,7 @@ class SchedulerJournal:
             os.rename(other, self._path)
         except OSError:
             fresh.close()
+            os.unlink(other)
             raise
         self._end()
         fresh._end.detach()
