@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pslite.errors import PSError
+from pslite.ids import NodeInfo
 from pslite.memory.heap import Heap
 from pslite.memory.sharing import Sharing
 from pslite.node.links import MAX_STRANGERS, REPEATED, TELL_AFTER_S, TELL_BYTES, Delivery, Links
@@ -21,6 +22,7 @@ from pslite.wire.messages import (
     Beat,
     Leave,
     Refused,
+    Register,
     Request,
     StatusQuestion,
 )
@@ -527,3 +529,116 @@ def test_what_waits_for_a_connection_is_not_sent_twice_when_it_is_there() -> Non
     node.wire.on_the_way = lost
     node.links.reconnected("b", 0.2)
     assert [frames[0].count(b"lost") for _, frames in node.wire.sent] == [1, 0, 1]
+
+
+# -- a channel that begins anew ------------------------------------------------------------
+
+REGISTER = Register(
+    (NodeInfo("worker", 0, "alice", 101, "", "alpha", "k", 4000),), 1, 1, "1.0", False, 0
+)
+
+
+def test_after_a_loss_only_the_new_channel_counts_on_both_sides(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    pass_on(alice, bob)
+    alice.say(bob, Leave())  # on its way when the connection is lost
+    bob.say(alice, Leave())
+    (late,), (late_answer,) = alice.transmissions(), bob.transmissions()
+    alice.links.reopen("bob")
+    assert alice.links.everything_accepted()
+    alice.say(bob, REGISTER)
+    assert pass_on(alice, bob) == [REGISTER]
+    assert bob.hear(alice, late) is None
+    assert alice.hear(bob, late_answer) is None
+    assert bob.links.dropped["addressed to an earlier process of this name"] == 0
+    assert bob.links.dropped["sent by another process with a known name"] == 1
+    assert alice.links.dropped["addressed to an earlier process of this name"] == 1
+    bob.say(alice, REQUEST)
+    alice.say(bob, REQUEST)
+    assert (pass_on(bob, alice), pass_on(alice, bob)) == ([REQUEST], [REQUEST])
+
+
+def test_nothing_of_the_earlier_channel_is_sent_again(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    for one, other in (pair, pair[::-1]):
+        one.say(other, Leave())
+        pass_on(one, other)
+    for one, other in (pair, pair[::-1]):
+        one.say(other, REQUEST, LARGE)
+        one.transmissions()
+    alice.links.reopen("bob")
+    alice.say(bob, REGISTER)
+    assert pass_on(alice, bob) == [REGISTER]
+    assert (alice.links.unaccepted_bytes("bob"), bob.links.unaccepted_bytes("alice")) == (0, 0)
+    for node in pair:
+        node.transmissions()
+        node.links.resend(100.0)
+    assert alice.messages() == [REGISTER]
+    assert bob.messages() == []
+
+
+def test_a_registration_of_an_earlier_channel_begins_no_new_one(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REGISTER)
+    (late,) = alice.transmissions()
+    for _ in range(2):
+        alice.links.reopen("bob")
+        alice.say(bob, REGISTER)
+        assert pass_on(alice, bob) == [REGISTER]
+    entry = bob.links._peers["alice"]
+    assert bob.hear(alice, late) is None
+    assert bob.links._peers["alice"] is entry
+    alice.say(bob, REQUEST)
+    assert pass_on(alice, bob) == [REQUEST]
+
+
+def test_a_registration_that_comes_again_does_not_begin_a_third_channel(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    pass_on(alice, bob)
+    alice.links.reopen("bob")
+    alice.say(bob, REGISTER)
+    (frames,) = alice.transmissions()
+    assert bob.hear(alice, frames) is not None
+    entry = bob.links._peers["alice"]
+    assert bob.hear(alice, frames) is None
+    assert (bob.links._peers["alice"] is entry, bob.links.dropped[REPEATED]) == (True, 1)
+
+
+def test_no_other_message_begins_a_new_channel(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    pass_on(alice, bob)
+    alice.links.reopen("bob")
+    alice.say(bob, REQUEST)
+    assert pass_on(alice, bob) == []
+    alice.say(bob, REGISTER)
+    assert pass_on(alice, bob) == [REGISTER]
+    alice.links.resend(100.0)
+    assert pass_on(alice, bob) == [REQUEST]  # of the new channel, which is there now
+
+
+def test_a_node_is_told_that_another_process_has_the_name_of_a_peer(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    replaced: list[str] = []
+    bob.links.on_replaced = replaced.append
+    alice.say(bob, Leave())
+    pass_on(alice, bob)
+    assert replaced == []
+    restarted = Node("alice", 102)
+    restarted.links.send_unnumbered("bob", Beat())
+    assert (pass_on(restarted, bob), replaced) == ([], ["alice"])
+
+
+def test_a_channel_with_a_peer_of_which_nothing_is_known_can_begin_anew(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    alice.links.reopen("bob")
+    alice.say(bob, REGISTER)
+    assert pass_on(alice, bob) == [REGISTER]

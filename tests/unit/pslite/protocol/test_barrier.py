@@ -6,6 +6,7 @@ import math
 
 from pslite.errors import DeadlockError
 from pslite.protocol.barrier import MAX_GIVEN_UP, MAX_OPEN, Barriers, Release
+from pslite.protocol.charter import FailedBarrier
 from pslite.wire.messages import BarrierLeave, BarrierWaits
 
 GROUP = 4
@@ -239,3 +240,78 @@ def test_barriers_that_nobody_will_reach_end_for_all_and_for_those_who_come_late
     assert barriers.give_up(DeadlockError, "all wait") == [given_up[0], given_up[2]]
     assert enter(barriers, (B, 2)) == [given_up[1]]
     assert enter(barriers, (A, 3), (B, 3), (C, 3)) == released(3)
+
+
+# -- in place of a lost scheduler ----------------------------------------------------------
+
+
+def test_a_barrier_ends_for_a_node_that_waits_while_others_know_that_it_is_over() -> None:
+    """The lost scheduler has released A and B; C asks the next one."""
+    barriers = make()
+    assert barriers.reached(A, GROUP, 3) == []
+    assert enter(barriers, (C, 3)) == []
+    assert over(C, GROUP, 3) in barriers.reached(B, GROUP, 3)
+
+
+def test_what_was_reached_counts_before_and_after_others_enter() -> None:
+    for entry_first in (True, False):
+        barriers = make()
+        releases = enter(barriers, (C, 3)) if entry_first else []
+        releases += barriers.reached(A, GROUP, 3)
+        releases += barriers.reached(B, GROUP, 4)
+        releases += [] if entry_first else enter(barriers, (C, 3))
+        assert releases == released(3)
+
+
+def test_an_earlier_barrier_does_not_count_for_a_later_one_or_for_another_group() -> None:
+    barriers = make()
+    barriers.reached(A, GROUP, 2)
+    barriers.reached(A, 6, 9)
+    barriers.reached(B, GROUP, 3)
+    assert enter(barriers, (C, 3)) == []
+    assert missing(barriers, GROUP, 3) == [A]
+    assert enter(barriers, (A, 3)) == released(3)
+
+
+def test_what_was_reached_is_never_taken_back() -> None:
+    barriers = make()
+    barriers.reached(A, GROUP, 3)
+    barriers.reached(A, GROUP, 1)
+    barriers.reached(B, GROUP, 3)
+    assert enter(barriers, (C, 3)) == released(3)
+
+
+def test_what_a_node_has_reached_is_known_also_after_it_has_left() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), (B, 1), (C, 1), (A, 2))
+    barriers.reached(B, 6, 5)
+    assert barriers.reached_by(A) == ((GROUP, 1),)
+    assert barriers.reached_by(B) == ((GROUP, 1), (6, 5))
+    assert barriers.reached_by(99) == ()
+    barriers.depart(B, "has left")
+    after = make()
+    for group, round_ in barriers.reached_by(B):
+        after.reached(B, group, round_)
+    after.depart(B, "has left")
+    assert after.reached_by(B) == ((GROUP, 1), (6, 5))
+    assert enter(after, (A, 1), (C, 1)) == released(1)
+
+
+def test_the_next_scheduler_knows_a_failed_barrier_until_all_have_heard_of_it() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), until=5.0)
+    text = "the barrier of the workers timed out: worker 1, worker 2 did not reach it"
+    assert barriers.tick(5.0) == [over(A, GROUP, 1, "DeadlineError", text)]
+    assert barriers.failed() == (FailedBarrier(GROUP, 1, "DeadlineError", text, (B, C)),)
+    after = make()
+    after.resume(barriers.failed())
+    assert after.failed() == barriers.failed()
+    for node, left in ((B, 1), (C, 0)):
+        assert enter(after, (node, 1)) == [over(node, GROUP, 1, "DeadlineError", text)]
+        assert len(after.failed()) == left
+
+
+def test_a_barrier_that_has_succeeded_is_not_among_the_failed_ones() -> None:
+    barriers = make()
+    enter(barriers, (A, 1), (B, 1), (C, 1))
+    assert barriers.failed() == ()

@@ -6,7 +6,7 @@ import pytest
 
 from pslite.errors import NodeLostError
 from pslite.ids import SCHEDULER_ID, NodeInfo, Role, node_id
-from pslite.protocol.membership import Membership, Rendezvous
+from pslite.protocol.membership import Membership, Rendezvous, with_seated
 
 VERSION = "1.0"
 SEAT, OTHER = node_id(Role.WORKER, 0), node_id(Role.WORKER, 1)
@@ -201,3 +201,33 @@ def test_a_complete_job_does_not_disagree_with_a_further_process_of_the_same_job
     rendezvous = complete()
     assert rendezvous.disagreement(NEXT, 2, 1, VERSION) is None
     assert rendezvous.registered == (LOST, STAYS, SERVER)
+
+
+# -- news that come before the roster ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seated", "expected"),
+    [
+        ([], (LOST, 0)),
+        ([(NEXT, 1)], (NEXT, 1)),
+        ([(NEXT, 1), (THIRD, 2)], (THIRD, 2)),
+        ([(THIRD, 2), (NEXT, 1)], (THIRD, 2)),
+        ([(NEXT, 0)], (LOST, 0)),
+    ],
+    ids=["none", "one", "two", "in the wrong order", "no news"],
+)
+def test_the_last_process_that_has_taken_a_seat_is_in_the_roster(
+    seated: list[tuple[NodeInfo, int]], expected: tuple[NodeInfo, int]
+) -> None:
+    before = [0, 0, 0, 4]
+    members, attempts = with_seated(ROSTER, before, seated)
+    assert (members[1], attempts[1]) == expected
+    assert (members[0], *members[2:]) == (SCHEDULER, STAYS, SERVER)
+    assert (attempts[0], *attempts[2:]) == (0, 0, 4)
+    assert before == [0, 0, 0, 4]
+
+
+def test_a_process_for_a_seat_that_does_not_exist_changes_no_roster() -> None:
+    members, attempts = with_seated(ROSTER, [0] * 4, [(node("worker", 9, 5), 1)])
+    assert (members, attempts) == (ROSTER, [0] * 4)

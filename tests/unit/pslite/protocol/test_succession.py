@@ -450,3 +450,91 @@ def test_the_seats_of_servers_do_not_count_as_those_of_workers() -> None:
     assert seats.ask(process(2), 1.0) == refused
     refused = "this job has 1 workers, so none has the rank 1"
     assert seats.ask(process(3, 1), 1.0) == refused
+
+
+# -- in place of a lost scheduler ----------------------------------------------------------
+
+SERVER = node_id(Role.SERVER, 0)
+LATER = 1000.0
+
+
+def resumed(seats: Seats) -> Seats:
+    """The seats of the next scheduler, much later."""
+    after = Seats(seats.wait_s)
+    after.resume(seats.rows(), 2, LATER)
+    assert after.rows() == seats.rows()
+    return after
+
+
+def with_standby() -> Seats:
+    seats = Seats(WAIT_S)
+    roster = (process(0, 0), process(1, 1), process(9, 0, "server"))
+    seats.begin(roster, (process(19, 0, "server"),))
+    for seat in (FIRST, SECOND):
+        seats.may_return(seat, yes=True)
+    return seats
+
+
+def test_the_next_scheduler_waits_anew_for_a_process_in_a_vacant_seat() -> None:
+    seats = begun()
+    seats.lost(SECOND, "killed", 1.0)
+    after = resumed(seats)
+    assert after.overdue(LATER + WAIT_S - 1.0) == []
+    assert after.overdue(LATER + WAIT_S)[0][1].startswith("killed; no process")
+    assert after.ask(process(2), LATER) is None
+    assert after.take() == [Succession(process(2, 1), 1, process(1, 1), "killed")]
+
+
+def test_the_next_scheduler_still_welcomes_a_process_of_which_it_cannot_know_who_knows_it() -> None:
+    seats = begun()
+    welcoming(seats)
+    after = resumed(seats)
+    assert after.take() == []
+    assert [(each.node, each.attempt) for each in after.welcoming()] == [(process(2, 1), 1)]
+    assert after.is_welcoming(SECOND, 1)
+    assert after.welcomed(SECOND, 1)
+    assert after.welcoming() == []
+
+
+def test_the_next_scheduler_knows_who_may_return_and_how_often_a_step_has_failed() -> None:
+    seats = begun()
+    seats.may_return(FIRST, yes=False)
+    for number in range(MOST_LOSSES - 1):
+        lose_and_replace(seats, 10 + number)
+    after = resumed(seats)
+    assert not after.lost(FIRST, "killed", LATER)
+    assert not after.lost(SECOND, "killed", LATER)
+    assert "3 times in the same step" in after.verdict(SECOND, "killed")
+
+
+def test_a_standby_takes_the_seat_of_its_server_from_the_next_scheduler() -> None:
+    after = resumed(with_standby())
+    assert after.standby_of(SERVER) == process(19, 0, "server")
+    assert after.lost(SERVER, "killed", LATER)
+    (succession,) = after.take()
+    assert (succession.node.uid, succession.attempt) == ("server19", 1)
+    assert resumed(after).standby_of(SERVER) is None
+
+
+def test_a_standby_that_is_being_filled_is_not_taken_for_one_that_is_full() -> None:
+    seats = with_standby()
+    seats.dismiss(SERVER)
+    assert seats.offer(process(20, 0, "server")) is None
+    assert len(seats.pairs()) == 1
+    after = resumed(seats)
+    assert after.standby_of(SERVER) == process(20, 0, "server")
+    assert not resumed(seats).lost(SERVER, "killed", LATER)
+    assert after.is_filled(SERVER) == process(20, 0, "server")
+    assert resumed(after).lost(SERVER, "killed", LATER)
+
+
+def test_a_server_that_takes_no_standby_takes_none_from_the_next_scheduler() -> None:
+    seats = with_standby()
+    seats.dismiss(SERVER, for_good=True)
+    refused = resumed(seats).offer(process(20, 0, "server"))
+    assert refused == "server 0 takes no standby"
+
+
+def test_a_rank_that_the_job_does_not_have_is_refused_by_the_next_scheduler() -> None:
+    refused = resumed(begun()).ask(process(2, 7), LATER)
+    assert refused == "this job has 2 workers, so none has the rank 7"
