@@ -47,6 +47,7 @@ RESERVED_NAMES = frozenset(
         "PS_JOB_KEY_FD",
         "PS_LISTEN_FD",
         "PS_JOINED_FD",
+        "PS_SCHEDULER_JOURNAL",
     }
 )
 

@@ -4,9 +4,9 @@ This module is pure: it turns options and facts into a list of :class:`ProcessSp
 starts nor reads anything. The variables are those of ps-lite (``DMLC_*``) plus ``PS_JOB_ID``,
 ``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. With ``--restarts``
 there are ``PS_REJOIN_TIMEOUT`` and ``DMLC_NUM_ATTEMPT`` too, the latter as in dmlc-core
-(tracker/dmlc_tracker/local.py). With ``--standbys`` all get ``PS_STANDBYS``, and a standby has the
-variables of its server and ``PS_STANDS_BY``. Read ``launch/job/supervisor.py`` next, which starts
-these processes.
+(tracker/dmlc_tracker/local.py), and the scheduler has ``PS_SCHEDULER_JOURNAL``. With ``--standbys``
+all get ``PS_STANDBYS``, and a standby has the variables of its server and ``PS_STANDS_BY``. Read
+``launch/job/supervisor.py`` next, which starts these processes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ THREAD_COUNT_NAMES = (
 # With this variable, a crash in compiled code prints the Python stack (faulthandler).
 _FAULTS = "PYTHONFAULTHANDLER"
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*\Z")
-# Variables of an enclosing job, which no process of this job may see.
+JOURNAL_NAME = "PS_SCHEDULER_JOURNAL"
+# Variables of another job, which no process of this job may see.
 _FOREIGN_NAMES = (
     *("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK", "DMLC_NUM_ATTEMPT"),
-    *("PS_STANDBYS", "PS_STANDS_BY"),
+    *("PS_STANDBYS", "PS_STANDS_BY", JOURNAL_NAME),
     AGENT_ID_NAME,
 )
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
 REJOIN_NAME = "PS_REJOIN_TIMEOUT"
 REJOIN_S = "60"
-JOURNAL_NAME = "PS_SCHEDULER_JOURNAL"
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,11 @@ class JobFacts:
     installed: a ``site-packages`` on PYTHONPATH would give the wrong libraries to a worker that
     runs under another interpreter. ``key_file`` is the file with the job's key, or None if the user
     has provided a key. The scheduler inherits the socket ``listen_fd``, and writes a line to
-    ``joined_fd`` when all nodes have joined. ``worker_hosts`` are the names of the workers'
-    machines by rank; if it is empty, all workers run on this machine. On the machine of worker 0,
-    ``store_port`` is free for the store of a framework, such as PyTorch's. The job was started
-    ``attempt`` times before.
+    ``joined_fd`` when all nodes have joined. From the file ``journal``, another process could go on
+    as the scheduler; it is None if none would be started. ``worker_hosts`` are the names of the
+    workers' machines by rank; if it is empty, all workers run on this machine. On the machine of
+    worker 0, ``store_port`` is free for the store of a framework, such as PyTorch's. The job was
+    started ``attempt`` times before.
     """
 
     job_id: str

@@ -33,8 +33,12 @@ scheduler's own.
 
 With ``--restarts``, a worker that fails after all have joined is started again, and asks the
 scheduler for its place. If the scheduler gives it no place, it ends the job, and the worker's first
-end is the cause. If it does, that end is forgotten. A scheduler that was killed is started again,
-too, and goes on from its journal.
+end is the cause. If it does, that end is forgotten.
+
+A scheduler with a journal is started again, too, if a signal killed it, also while the service
+ends. It goes on from the journal. Until then, all nodes wait for it. So if no restart is left, the
+job fails: it does not go on without a scheduler. If all others end meanwhile, the scheduler has
+nothing more to do.
 
 With ``--standbys``, the scheduler gives the place of a lost server to its standby, which is the
 server from then on. Until the scheduler says so, the end of the server is remembered as with a
@@ -86,7 +90,7 @@ class Lifecycle:
     def __init__(
         self, specs: Sequence[ProcessSpec], timing: Timing, restarts: int = 0, num_used: int = 0
     ) -> None:
-        """``restarts`` is how many times workers and standbys may be started again.
+        """``restarts`` is how many times processes may be started again.
 
         ``num_used`` is how many restarts there have been in earlier attempts.
         """
@@ -159,16 +163,21 @@ class Lifecycle:
         stopped = self.phase is Phase.STOPPING
         for index, status in statuses.items():
             self.exits[index] = Exit(index, status, now_s, self._sweep, stopped)
+        if not is_final:
+            self._plan_scheduler(statuses)
         if self._has_scheduler_ended():  # no standby can be filled any more
             self._give_up(self.standbys.unfilled)
-        failures, spared = self._sort(statuses)
+        failures, spared = self._sort({i: statuses[i] for i in statuses if i in self.exits})
         if not is_final and self._may_return(failures):
             for index in failures:
                 self.restarts.plan(self.exits.pop(index))
             failures = []
         # Without a scheduler, no process can get the place of another.
-        awaited = self.restarts.setbacks or self.standbys.awaited
+        awaited = self.standbys.awaited.union(
+            index for index in self.setbacks if self._specs[index].role != "scheduler"
+        )
         failed = bool(failures) or bool(awaited and self._has_scheduler_ended())
+        is_news = failed and self.phase is Phase.RUNNING
         if len(self.exits) == len(self._specs):
             self.failed = self.failed or (failed and not stopped)
             self._enter(Phase.ENDED, None)
@@ -177,12 +186,34 @@ class Lifecycle:
         elif self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FAILING):
             self._settle(failed, now_s)
         if self.phase is not Phase.RUNNING:
-            return []
+            return self._without_restarts(failures) if is_news else []
         told: list[Effect] = [self.exits[index] for index in spared]
         alone = [self._left_alone(index) for index in spared if self.standbys.is_hopeless(index)]
         self.standbys.remarks += alone
         self._plan_standbys()
         return told + alone
+
+    def _plan_scheduler(self, ended: Collection[int]) -> None:
+        """Plan the start of another scheduler if this one was killed.
+
+        A scheduler that ends by itself reports the failure of the job.
+        """
+        is_needed = self.phase in (Phase.RUNNING, Phase.DRAINING) and self._is_certain is True
+        for index in ended:
+            is_killed = self._has_journal(index) and self.exits[index].status < 0
+            if is_needed and is_killed and self.restarts.num_left > 0:
+                self.restarts.plan(self.exits.pop(index))
+
+    def _has_journal(self, index: int) -> bool:
+        """Return whether another process can go on in place of this one: a scheduler."""
+        return JOURNAL_NAME in self._specs[index].environment
+
+    def _without_restarts(self, failures: Sequence[int]) -> list[Effect]:
+        """Return why a killed scheduler is not started again, if that ends the job."""
+        killed = [i for i in failures if self._has_journal(i) and self.exits[i].status < 0]
+        if not killed or self.restarts.num_left > 0:
+            return []
+        return [f"the scheduler is lost, and no restart is left of {self.restarts.num_all}"]
 
     def _plan_standbys(self) -> None:
         """Plan the starts of standbys for servers that have lost theirs."""
@@ -204,27 +235,16 @@ class Lifecycle:
 
     def _can_follow(self) -> bool:
         """Return whether a process can get the place of a lost one."""
-        return self._is_going_on() and not self._has_scheduler_ended()
-
-    def _is_going_on(self) -> bool:
-        return self.phase is Phase.RUNNING and self._is_certain is True
+        is_running = self.phase is Phase.RUNNING and self._is_certain is True
+        return is_running and not self._has_scheduler_ended()
 
     def _may_return(self, failures: Sequence[int]) -> bool:
-        """Return whether all that failed may be started again: workers, or the scheduler.
-
-        A scheduler that ends by itself reports the failure of the job.
-        """
-        roles = {
-            self._specs[index].role
-            for index in failures
-            if self.exits[index].status < 0 or self._specs[index].role != "scheduler"
-        }
-        may_be_replaced = {"worker"}
-        if any(JOURNAL_NAME in spec.environment for spec in self._specs):
-            may_be_replaced.add("scheduler")
-        is_enough = 0 < len(failures) <= self.restarts.num_left
-        is_possible = self._can_follow() or "scheduler" in roles
-        return self._is_going_on() and is_possible and is_enough and roles <= may_be_replaced
+        """Return whether all that failed are workers that may be started again."""
+        return (
+            self._can_follow()
+            and 0 < len(failures) <= self.restarts.num_left
+            and all(self._specs[index].role == "worker" for index in failures)
+        )
 
     def returned(self, rank: int, role: str = "worker", attempt: int = 0) -> None:
         """Handle the scheduler's report that the place of a lost process is taken.
@@ -285,8 +305,8 @@ class Lifecycle:
         if self.phase is Phase.DRAINING and not self._joined:
             self.unjoined = self.failed = True
             return self._stop(signal.SIGTERM, now_s)
-        if self.phase is Phase.DRAINING and self._all_ended(worker=False):
-            return self._stop(signal.SIGTERM, now_s)  # a standby came when the scheduler had ended
+        if self.phase is Phase.DRAINING and self._is_service_over():
+            return self._stop(signal.SIGTERM, now_s)
         if self.phase is Phase.DRAINING:
             self.drain_expired = True
             warning = (
@@ -324,9 +344,11 @@ class Lifecycle:
                 self._enter(Phase.DRAINING, now_s + patience_s)
             elif not self._joined and self._has_scheduler_ended_well():
                 self.joined(now_s)
-            if self.deadline_s is not None and self._all_ended(worker=False):
+            if self.deadline_s is not None and self._is_service_over():
                 self.deadline_s = min(self.deadline_s, now_s + self._timing.alone_s)
-        elif self._all_ended(worker=False):
+            if len(self.exits) + len(self.restarts.due) == len(self._specs):
+                self._enter(Phase.ENDED, None)
+        elif self._is_service_over():
             self.deadline_s = None
         elif self.deadline_s is None:
             # A scheduler that has failed by now is one without which the job goes on.
@@ -339,8 +361,8 @@ class Lifecycle:
         """Return whether only the scheduler failed and joined workers can continue."""
         if len(failures) != 1 or self._specs[failures[0]].role != "scheduler":
             return False
-        if self.standbys.awaited or self.setbacks:
-            return False  # only the scheduler gives a process its place
+        if self.standbys.awaited or self.setbacks or self._has_journal(failures[0]):
+            return False  # only a scheduler gives a process its place, and the nodes wait for one
         is_meant = self.exits[failures[0]].status < 0 or not killed
         return is_meant and self._is_certain is True and not self._all_ended(worker=True)
 
@@ -372,7 +394,8 @@ class Lifecycle:
         self.phase = phase
         self.deadline_s = deadline_s
         if phase is not Phase.RUNNING:
-            self._give_up(list(self.restarts.due))
+            is_kept = self._has_journal if phase is Phase.DRAINING else lambda _: False
+            self._give_up([index for index in self.restarts.due if not is_kept(index)])
             if len(self.exits) == len(self._specs):
                 self.phase, self.deadline_s = Phase.ENDED, None
 
@@ -383,10 +406,18 @@ class Lifecycle:
     def _all_ended(self, *, worker: bool) -> bool:
         """Return whether all workers, or all others but unfilled standbys, have ended."""
         return all(
-            index in self.exits or index in self.standbys.unfilled
+            (spec.role == "worker") != worker
             for index, spec in enumerate(self._specs)
-            if (spec.role == "worker") == worker
+            if not (index in self.exits or index in self.standbys.unfilled)
         )
+
+    def _is_service_over(self) -> bool:
+        """Return whether none of the service runs but processes that came too late for it.
+
+        These are unfilled standbys, and a scheduler in the place of a lost one.
+        """
+        late = self.exits.keys() | self.standbys.unfilled.keys() | self.restarts.again
+        return all(i in late for i, spec in enumerate(self._specs) if spec.role != "worker")
 
     def _has_scheduler_ended(self) -> bool:
         return any(self._specs[index].role == "scheduler" for index in self.exits)

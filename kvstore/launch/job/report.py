@@ -69,7 +69,7 @@ def failures_of(
 ) -> tuple[list[EndedProcess], list[EndedProcess]]:
     """Return the failed processes, the cause first, and those that the launcher ended.
 
-    ``setbacks`` are the earlier ends of workers that were started again and got no place.
+    ``setbacks`` are the earlier ends of processes that were started again and got no place.
 
     The failed processes are sorted by these rules, in this order. First come processes that ended
     with an error of their own, then service processes that ended with 0 too early, then processes
@@ -211,10 +211,10 @@ def _without_scheduler(scheduler: EndedProcess) -> str:
     )
 
 
-def starts_again(worker: EndedProcess) -> str:
-    """Return the message for a worker that failed and is started again."""
-    where = worker.place or f"pid {worker.pid}"
-    return f"{worker.spec.name} ({where}) ended with {_how(worker)}: starting it again"
+def starts_again(lost: EndedProcess) -> str:
+    """Return the message for a worker or a scheduler that is started again."""
+    where = lost.place or f"pid {lost.pid}"
+    return f"{lost.spec.name} ({where}) ended with {_how(lost)}: starting it again"
 
 
 def starts_standby(standby: ProcessRecord, num_used: int, num_all: int) -> str:
@@ -271,7 +271,7 @@ class ProcessRecord:
         self.pid = 0
         self.why: str | None = None
         self.setback: EndedProcess | None = None
-        """The first end of a worker that was started again, until it has its place."""
+        """The first end of a process that was started again, until it has its place."""
         self.last_lines: deque[bytes] = deque(maxlen=SHOWN_LINES)
         self.label = label
         self._log: IO[bytes] | None = None
@@ -318,7 +318,7 @@ class JobReport:
     was_signalled: bool = False
     """Whether a signal told the launcher to end, also after the last process had ended."""
     setbacks: Sequence[EndedProcess] = ()
-    """The ends of workers that were started again and did not get their places."""
+    """The ends of processes that were started again and did not get their places."""
 
 
 def make_log_dir(wanted: str | None) -> tuple[Path, bool]:

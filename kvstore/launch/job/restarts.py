@@ -8,7 +8,7 @@ which server.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from kvstore.launch.plan import ProcessSpec
@@ -51,7 +51,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Again:
-    """A worker or a standby is to be started, for the ``number``-th time.
+    """A process is to be started, for the ``number``-th time.
 
     ``found`` was the last end of this process. ``server`` is the one for which a standby is needed;
     then ``found`` may be the end of the process whose place this server has taken.
@@ -63,7 +63,7 @@ class Again:
 
 
 class Restarts:
-    """The workers and standbys that were started again, or will be. Pure."""
+    """The processes that were started again, or will be. Pure."""
 
     def __init__(self, timing: Timing, num_left: int, num_used: int = 0) -> None:
         self._timing = timing
@@ -72,7 +72,7 @@ class Restarts:
         self.num_all = num_left + num_used
         #: Process -> how many times it was started again and got its place.
         self.returns: Counter[int] = Counter()
-        #: The first ends of workers that have not got their places again: probably their cause.
+        #: The first ends of processes that have not got their places again: probably their cause.
         self.setbacks: dict[int, Exit] = {}
         self._last_ends: dict[int, Exit] = {}
         self._num_starts: Counter[int] = Counter()
@@ -97,6 +97,11 @@ class Restarts:
         self.num_left -= 1
         self.num_used += 1
         self.due[index] = found.at_s + wait_s
+
+    @property
+    def again(self) -> Set[int]:
+        """The processes that were started again, or will be."""
+        return self._num_starts.keys()
 
     def is_news(self, role: str, rank: int, attempt: int) -> bool:
         """Note the number of a process that has a place; return whether it is new."""

@@ -123,8 +123,8 @@ class Supervisor:
         """Start each process at its place; :meth:`wait` reports a failed start.
 
         ``variables`` are the environment on this machine; each process adds its own.
-        ``restarts`` is how many times workers and standbys may be started again; ``num_used`` is
-        how many restarts there have been in earlier attempts.
+        ``restarts`` is how many times processes may be started again; ``num_used`` is how many
+        restarts there have been in earlier attempts.
         """
         self._records = [ProcessRecord(spec, at.label, self._log_dir) for spec, at in assigned]
         self._assigned = [place for _, place in assigned]
@@ -239,7 +239,10 @@ class Supervisor:
                 now_s = time.monotonic()
                 self._carry_out(self._lifecycle.exited(event.statuses, now_s, is_final=is_final))
             elif isinstance(event, places.Returned):
+                before = self._lifecycle.num_schedulers
                 self._lifecycle.returned(event.rank, event.role, event.attempt)
+                if self._lifecycle.num_schedulers > before:
+                    self.terminal.say("another scheduler goes on in place of the lost one")
             elif isinstance(event, places.CannotStart):
                 self._refuse(self._lifecycle, event)
             elif isinstance(event, places.Located):
@@ -293,7 +296,7 @@ class Supervisor:
                 self.terminal.say(effect)
 
     def _start_again(self, again: Again, lifecycle: Lifecycle | None) -> None:
-        """Start a worker again that has failed, or another standby."""
+        """Start a worker again that has failed, another standby, or another scheduler."""
         assert lifecycle is not None
         index = again.found.index
         record, ended = self._records[index], self._records[index].ended(again.found)
@@ -304,6 +307,8 @@ class Supervisor:
         else:
             if lifecycle.setbacks[index] is again.found:
                 record.setback = ended
+            if record.spec.role == "scheduler":  # it was the source of the status
+                self.terminal.pause_status()
             self.terminal.say(starts_again(ended))
         environment = dict(record.spec.environment)
         attempt = int(environment.get("DMLC_NUM_ATTEMPT", "0")) + again.number

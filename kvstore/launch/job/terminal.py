@@ -192,9 +192,12 @@ class Terminal:
         self._display = StatusDisplay(terminal_columns(self._errors.fd))
 
     def begin_status(self, now_s: float) -> None:
-        """Begin to show the status: all nodes have joined."""
+        """Begin to show the status: all nodes have joined, or another scheduler goes on."""
+        self.pause_status()
         if self._display is not None:
-            self.say(self._complete)
+            if self._complete:
+                self.say(self._complete)
+            self._complete = ""
             self.due_s = now_s + self._display.first_after_s
 
     def tick(self, now_s: float) -> None:
@@ -218,6 +221,11 @@ class Terminal:
 
     def end_status(self) -> None:
         """Stop showing the status, and erase it. May be called again."""
+        self.pause_status()
+        self._display = None
+
+    def pause_status(self) -> None:
+        """Erase the status until :meth:`begin_status` is called. May be called again."""
         self.due_s = None
         if self._process is not None and self._answers is not None:
             self._process.kill()  # it has nothing to lose
@@ -227,7 +235,7 @@ class Terminal:
             self._process = self._answers = None
         if self._display is not None and self._display.line:
             self._errors.write(_ERASE)
-        self._display = None
+            self._display.line = b""
 
     def _answered(self, lines: list[bytes]) -> list[Event]:
         display = self._display

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvstore.launch.options import LaunchError, LaunchOptions
+from kvstore.launch.options import LaunchError, LaunchOptions, parse_arguments
 from kvstore.launch.plan import (
     THREAD_COUNT_NAMES,
     JobFacts,
@@ -103,6 +103,18 @@ def test_only_the_scheduler_can_say_that_all_have_joined() -> None:
         assert (spec.environment.get("PS_JOINED_FD") == "7") == is_scheduler
         assert (7 in spec.inherited_fds) == is_scheduler
     assert "PS_JOINED_FD" not in base_environment({"PS_JOINED_FD": "5"})
+
+
+def test_only_the_scheduler_has_the_journal_and_only_that_of_this_job() -> None:
+    given = {"PS_SCHEDULER_JOURNAL": "of another job"}
+    for journal in (None, "of this job"):
+        facts = dataclasses.replace(FACTS, journal=journal)
+        for spec in plan_job(OPTIONS, facts, given, ["service"]):
+            expected = journal if spec.role == "scheduler" else None
+            assert spec.environment.get("PS_SCHEDULER_JOURNAL") == expected
+    assert base_environment(given) == {}
+    with pytest.raises(LaunchError, match="PS_SCHEDULER_JOURNAL"):
+        parse_arguments(["-n", "1", "--env", "PS_SCHEDULER_JOURNAL=x", "train"])
 
 
 def test_workers_share_the_processors_and_services_get_one_thread() -> None:

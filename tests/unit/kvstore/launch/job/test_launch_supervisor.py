@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from kvstore.launch.job.places import (
 )
 from kvstore.launch.job.restarts import Timing
 from kvstore.launch.job.supervisor import Supervisor
-from kvstore.launch.plan import ProcessSpec
+from kvstore.launch.plan import JOURNAL_NAME, ProcessSpec
 
 
 @pytest.fixture
@@ -50,6 +51,9 @@ def test_that_all_have_joined_and_who_returns_are_lines(
     for role in ("server", "standby"):
         line = f"{role} 1 has its place again\n"
         assert after(*ends, line.encode()) == [Returned(1, role)]
+    for role, attempt in ("worker", 1), ("server", 12), ("scheduler", 2):
+        line = f"{role} 0 has its place again: {attempt}\n"
+        assert after(*ends, line.encode()) == [Returned(0, role, attempt)]
 
 
 def test_a_line_counts_when_it_is_complete_whatever_the_pieces(
@@ -169,6 +173,46 @@ def test_where_its_place_cannot_start_it_or_is_gone_its_end_is_final(
     assert supervisor._lifecycle.phase is Phase.FAILING
     assert supervisor._lifecycle.exits[WORKER].status == 255
     assert stage.again == []
+
+
+# -- schedulers that are started again -----------------------------------------------------
+
+SCHEDULER = 0
+
+
+def test_another_scheduler_is_told_once_and_the_status_waits_for_it(
+    tmp_path: Path, stage: Stage, capfd: pytest.CaptureFixture[str]
+) -> None:
+    supervisor = Supervisor("0123", {}, tmp_path, Timing())
+    supervisor.add_place(stage)
+    specs = [
+        replace(SPECS[SCHEDULER], environment={JOURNAL_NAME: "journal", "DMLC_NUM_ATTEMPT": "0"}),
+        SPECS[WORKER],
+    ]
+    supervisor.terminal.show_status({}, "all are there")
+    supervisor.start([(spec, stage) for spec in specs], {}, restarts=2)
+    supervisor._take_in([Joined()])
+    assert supervisor.terminal.due_s is not None
+    for attempt in (1, 2):
+        supervisor._take_in([Ended({SCHEDULER: -9})])
+        after_the_pause(supervisor)
+        assert supervisor.terminal.due_s is None
+        supervisor._take_in([Joined(), Returned(0, "scheduler", attempt)])
+        assert supervisor.terminal.due_s is not None
+        supervisor._take_in([Returned(0, "scheduler", attempt)])
+    assert stage.again == [
+        (SCHEDULER, {JOURNAL_NAME: "journal", "DMLC_NUM_ATTEMPT": str(attempt)})
+        for attempt in (1, 2)
+    ]
+    assert capfd.readouterr().err.splitlines() == [
+        "[launcher] all are there",
+        "[launcher] scheduler (pid 100) ended with signal SIGKILL: starting it again",
+        "[launcher] another scheduler goes on in place of the lost one",
+        "[launcher] scheduler (pid 102) ended with signal SIGKILL: starting it again",
+        "[launcher] another scheduler goes on in place of the lost one",
+    ]
+    for record in supervisor._records:
+        record.stop_logging()
 
 
 # -- standbys that are started again -------------------------------------------------------

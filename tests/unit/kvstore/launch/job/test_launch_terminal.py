@@ -126,6 +126,27 @@ def test_a_feed_that_goes_on_is_ended(monkeypatch: pytest.MonkeyPatch, outputs: 
     assert not outputs.turn()
 
 
+def test_the_status_waits_while_there_is_no_scheduler(
+    monkeypatch: pytest.MonkeyPatch, outputs: Outputs, errors: Path
+) -> None:
+    monkeypatch.setattr(terminal, "_COMMAND", "import time; time.sleep(600)")
+    outputs.begin({}, 0.0)
+    for number in range(3):
+        assert outputs.terminal.due_s == 60.0 * number + 60.0
+        outputs.terminal.tick(60.0 * number + 60.0)
+        process = outputs.terminal._process
+        assert process is not None
+        if number < 2:
+            outputs.terminal.pause_status()
+            assert outputs.terminal.due_s is None
+        outputs.terminal.begin_status(60.0 * number + 60.0)
+        assert process.poll() is not None, "it had asked the lost scheduler"
+    outputs.terminal.end_status()
+    outputs.terminal.begin_status(1000.0)
+    assert outputs.terminal.due_s is None
+    assert errors.read_text() == "[launcher] all have joined\n"
+
+
 def test_where_no_process_can_be_started_there_is_no_status(
     monkeypatch: pytest.MonkeyPatch, outputs: Outputs
 ) -> None:
