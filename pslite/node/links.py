@@ -226,7 +226,10 @@ class Links:
             self.dropped[OTHER_JOB] += 1
             return None
         entry = self._peers.get(event.peer)
-        if envelope.receiver not in (0, self.incarnation if entry is None else entry.own):
+        own = self.incarnation if entry is None else entry.own
+        # On a channel that was begun anew, a number counts only if the peer knows the channel.
+        is_lost = own != self.incarnation and envelope.sequence and not envelope.receiver
+        if envelope.receiver not in (0, own) or is_lost:
             self.dropped[OTHER_RECEIVER] += 1
             return None
         if type(message) is Refused and envelope.sequence == 0:
