@@ -9,8 +9,11 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from job import Job, MakeJob, Process, assert_no_traceback, needs_proc
+from job import Job, MakeJob, Process, assert_no_traceback, free_port, needs_proc
+
+import kvstore as mx
 
 pytestmark = [pytest.mark.process, needs_proc]
 
@@ -122,3 +125,111 @@ def test_without_a_restart_for_the_scheduler_the_job_ends_soon_with_a_report(
     assert report[2].startswith("ended:    signal SIGKILL, ")
     assert "logs of all processes: " in report[-1]
     assert folders(job) == []
+
+
+# -- kvstore.run -----------------------------------------------------------------------------
+
+
+def test_a_function_goes_on_when_the_scheduler_of_its_job_was_killed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train() -> list[float]:
+        kv = mx.create("dist_sync")
+        kv.init("w", np.ones(2))
+        weights = kv.pull("w")
+        if kv.rank == 0:
+            (pid,) = [one.pid for one in kv.node.membership.roster if one.role == "scheduler"]
+            os.kill(pid, signal.SIGKILL)
+        for _ in range(3):
+            kv.pushpull("w", weights * 0.5 / kv.num_workers, out=weights)
+        kv.barrier()
+        kv.init("v", np.full(2, 3.0))
+        return [*weights.tolist(), *kv.pull("v").tolist()]
+
+    assert mx.run(train, workers=2, servers=1, restarts=2) == [[0.125, 0.125, 3.0, 3.0]] * 2
+    assert "starting it again" in capsys.readouterr().err
+
+
+# -- by hand ---------------------------------------------------------------------------------
+
+BY_HAND = """
+kv = mx.kvstore.create("dist_async")
+kv.init("w", vector(0, 0))
+kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=-1.0))
+kv.barrier()
+step = 0
+while not os.path.exists("back"):
+    kv.push("w", vector(1, step))
+    kv.pull("w")
+    step += 1
+    print("step", step, flush=True)
+    time.sleep(0.01)
+began = time.monotonic()
+kv.barrier()
+print("barrier after", time.monotonic() - began, flush=True)
+kv.init("v", vector(kv.rank))
+open(f"steps{kv.rank}", "w").write(str(step))
+kv.barrier()
+both = sum(int(open(f"steps{rank}").read()) for rank in range(2))
+print("counted", kv.pull("w")[0] == both, flush=True)
+"""
+
+
+def by_hand(make_job: MakeJob, **settings: str) -> tuple[Job, list[Process]]:
+    """The scheduler, the server and two workers of a job that no launcher has started."""
+    job = make_job(2, 1, PS_REJOIN_TIMEOUT="20", **settings)
+    journal = {"PS_SCHEDULER_JOURNAL": str(job.directory / "journal")}
+    started = [job.scheduler(journal), job.server(), *job.workers(BY_HAND)]
+    for worker in started[2:]:
+        worker.wait_for("step 1\n")
+    return job, started
+
+
+def last_step(worker: Process) -> int:
+    return int(re.findall(r"step (\d+)\n", worker.text)[-1])
+
+
+def end_by_hand(job: Job, processes: list[Process]) -> None:
+    """Let the workers come to their barrier; all processes end as without any mishap."""
+    job.allow("back")
+    assert [process.wait() for process in processes] == [0] * 4, job.output()
+    for worker in processes[2:]:
+        waited_s = float(worker.wait_for(r"barrier after (.*)").group(1))
+        assert waited_s < 5
+        assert "counted True" in worker.lines
+    assert_no_traceback(*processes)
+
+
+def test_steps_go_on_without_a_scheduler_and_another_one_is_started_by_hand(
+    make_job: MakeJob,
+) -> None:
+    job, (scheduler, *others) = by_hand(make_job)
+    workers = others[1:]
+    scheduler.send(signal.SIGKILL)
+    scheduler.wait()
+    for worker in workers:
+        worker.wait_for("the scheduler is lost: ")
+    before = [last_step(worker) for worker in workers]
+    time.sleep(3.0)
+    after = [last_step(worker) for worker in workers]
+    assert all(now - then > 30 for then, now in zip(before, after, strict=True)), (before, after)
+    again = job.scheduler({"PS_SCHEDULER_JOURNAL": str(job.directory / "journal")})
+    end_by_hand(job, [again, *others])
+    assert "goes on in the place of the lost scheduler" in again.text
+
+
+def test_a_second_scheduler_ends_while_the_first_one_is_stopped(make_job: MakeJob) -> None:
+    job, processes = by_hand(make_job)
+    processes[0].send(signal.SIGSTOP)
+    journal = {"PS_SCHEDULER_JOURNAL": str(job.directory / "journal")}
+    at_its_port = job.scheduler(journal)
+    at_another = job.scheduler({**journal, "DMLC_PS_ROOT_PORT": str(free_port())})
+    assert [at_its_port.wait(), at_another.wait()] == [1, 1]
+    assert "the port is in use; choose another, or stop the process" in at_its_port.text
+    assert re.search(
+        r"another scheduler has PS_SCHEDULER_JOURNAL=\S+; end it first \(it may be stopped\)",
+        at_another.text,
+    )
+    assert_no_traceback(at_its_port, at_another)
+    processes[0].send(signal.SIGCONT)
+    end_by_hand(job, processes)
