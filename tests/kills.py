@@ -1,14 +1,15 @@
 """``make test-kills``: real jobs, in each of which processes are killed at random moments.
 
 Each job is a short training on this machine: 2 to 4 workers, 1 or 2 servers with standbys, Adam or
-momentum, small keys, one in several parts, and rows. The victim is a worker, a server or a standby.
+momentum, small keys, one in several parts, and rows. The victim is a worker, a server, a standby or
+the scheduler.
 With ``--kills 2``, there are two in each job, and the second is killed when the place of the first
 is usually taken.
 The launcher must end by itself with exit code 0, and all workers with the weights of the same job
 without a kill, bit for bit. In ``dist_async``, each push must count exactly once. It takes about
 four seconds a job::
 
-    python -m tests.kills --jobs 170 --seed 1
+    python -m tests.kills --jobs 200 --seed 1
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ KINDS = [
 ]
 
 
-VICTIMS = {"worker": 80, "server": 60, "standby": 30}
+VICTIMS = {"worker": 80, "server": 60, "standby": 30, "scheduler": 30}
 """How often a process of each role is killed."""
 
 
@@ -145,8 +146,9 @@ def run(kind: Kind, kills: int, chance: random.Random | None) -> Outcome:
                 if Path(output.name).read_text().count("] sum ") == kind.num_workers:
                     break  # a server that is killed while a job ends makes it fail
                 (role,) = chance.choices([*VICTIMS], [*VICTIMS.values()])
-                count = kind.num_workers if role == "worker" else kind.num_servers
-                if kill_one(mark, role, chance.randrange(count)):
+                counts = {"worker": kind.num_workers, "scheduler": 1}
+                rank = chance.randrange(counts.get(role, kind.num_servers))
+                if kill_one(mark, role, rank):
                     victims.append(role)
         try:
             code = launcher.wait(max(0.0, give_up_at - time.monotonic()))
@@ -190,7 +192,7 @@ def kill_one(mark: str, role: str, rank: int) -> bool:
 def main() -> int:
     """Run many jobs; print what became of them. The exit code is 1 if one was not as expected."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=170, help="how many jobs to run")
+    parser.add_argument("--jobs", type=int, default=200, help="how many jobs to run")
     parser.add_argument("--seed", type=int, default=1, help="decides who is killed when")
     parser.add_argument("--kills", type=int, default=1, help="how many to kill in each job")
     arguments = parser.parse_args()
