@@ -269,8 +269,9 @@ class Lifecycle:
         ``is_certain`` is false if this is only assumed: then the job does not continue without its
         scheduler.
         """
+        is_repeated = self._joined  # by the next scheduler
         self._is_certain = is_certain
-        if self.phase is Phase.DRAINING:
+        if self.phase is Phase.DRAINING and not is_repeated:
             self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
 
     def signalled(self, signal_number: signal.Signals, now_s: float) -> list[Effect]:

@@ -277,6 +277,8 @@ def test_a_scheduler_that_comes_when_all_others_have_ended_is_ended_without_a_wa
     life.exited({WORKER_0: 0, WORKER_1: 0}, 10.0)
     lose_and_start(life, 11.0)
     life.exited({SERVER: 0}, 11.3)
+    life.joined(11.5)  # it says so again
+    life.returned(0, "scheduler", 1)
     assert life.deadline_s == 13.3
     assert life.tick(13.3) == [TERM]
     life.exited({SCHEDULER: -15}, 13.4)
