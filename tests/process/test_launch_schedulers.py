@@ -127,6 +127,23 @@ def test_without_a_restart_for_the_scheduler_the_job_ends_soon_with_a_report(
     assert folders(job) == []
 
 
+def test_a_job_that_begins_again_has_a_journal_of_its_own(make_job: MakeJob) -> None:
+    job = make_job(2, 1)
+    ended = train(job, (2, 7), "--restarts", "3")
+    kill_scheduler(job, ended, 2)
+    for rank in range(2):
+        ended.wait_for(rf"\[worker {rank}\] at step 7\n")
+    (first,) = folders(job)
+    os.kill(job.launched("server"), signal.SIGKILL)
+    job.allow("go7")
+    ended.wait_for("starting all processes again")
+    assert not first.exists()
+    assert ended.wait() == 0, ended.text
+    assert "restart 2 of 3: starting all processes again in 1 s" in said(ended)
+    assert len(set(sums(ended.text))) == 1
+    assert folders(job) == []
+
+
 # -- kvstore.run -----------------------------------------------------------------------------
 
 
