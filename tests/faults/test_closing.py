@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from pslite import WORKER_GROUP, Postoffice
 from pslite.errors import DeadlineError, NodeLostError
 from pslite.node.shutdown import CloseTimer, Unheard
 from pslite.testing.simulator import Faults, Simulation
+from tests.faults.invariants import stores_of
+from tests.faults.returning import before_step
 
 FAULTS = Faults(drop=0.03, duplicate=0.05, delay=0.2, reorder=0.1, cuts=2, cut_s=(0.1, 1.0))
 #: Of many parts, on both servers.
@@ -315,3 +318,42 @@ def test_what_nobody_has_heard_of_is_taken_once_and_first_things_first() -> None
     unheard.heard(first)
     assert unheard.take() is second
     assert unheard.take() is None
+
+
+# -- a server with a standby ----------------------------------------------------------------
+
+
+def leaves_after_its_last_push(unheard: list[Any], node: Postoffice) -> Script:
+    """Worker 1 is late, so worker 0 waits for the end of the round after its goodbye."""
+    yield node.ready
+    store: Any = create_dist("dist_sync", "dist_sync", node=node)
+    yield store.init_async("w", np.zeros(40))
+    yield 1.0 if node.rank else 0.0
+    store.push_async("w", np.ones(40))
+    yield node.leave()
+    unheard.append(node.unheard.take())
+
+
+@pytest.mark.parametrize("rejoin_s", [0.0, 60.0])
+def test_a_worker_may_leave_after_its_last_push_while_its_server_is_lost(rejoin_s: float) -> None:
+    """At any instant: the standby has the push, or gets it; the worker ends well."""
+    expected = {2.0}
+
+    def run(kill_at: int) -> tuple[int, Any]:
+        simulation = Simulation(3, 2, 1, prepare=install, standbys=1, rejoin_timeout_s=rejoin_s)
+        unheard: list[Any] = []
+        if kill_at:
+            before_step(simulation, kill_at, partial(simulation.kill_server, 0))
+        simulation.run(partial(leaves_after_its_last_push, unheard), limit_s=60.0)
+        assert unheard == [None, None], f"killed at step {kill_at}"
+        num_steps, server = simulation.steps, simulation.servers[0]
+        simulation.until(lambda: server.finished.done(), simulation.now + 30.0)
+        if server.info is None:  # all have left: the standby does not take the seat
+            return num_steps, expected
+        parts = stores_of(server)._parts
+        return num_steps, {weight for part in parts for weight in part.weight.tolist()}
+
+    num_steps, _ = run(0)
+    assert num_steps > 40
+    for kill_at in range(20, num_steps):
+        assert run(kill_at)[1] == expected, f"killed at step {kill_at}"
