@@ -19,6 +19,8 @@ from pslite import WORKER_GROUP, Postoffice, Role
 from pslite.errors import DeadlineError, NodeLostError
 from pslite.node.scheduler_journal import SchedulerJournal
 from pslite.testing.simulator import Simulation
+from pslite.wire.messages import Members, Roster
+from pslite.wire.recovery import Seated, StandsBy, Vacant
 from tests.faults import returning
 from tests.faults.invariants import seats_of
 from tests.faults.returning import (
@@ -31,6 +33,7 @@ from tests.faults.returning import (
     sync_script,
 )
 from tests.faults.standbys import calls_script
+from tests.faults.test_standbys import slowed
 
 Steps = Generator[Any, Any, None]
 SCRIPTS: dict[str, MakeScript] = {
@@ -40,6 +43,8 @@ SCRIPTS: dict[str, MakeScript] = {
 }
 STRIDE, STRIDE_OF_CALLS = 37, 83
 REJOIN_S = 60.0
+SOON_S = 1.5
+"""How long after the next scheduler has begun all is over: no member waits for a heartbeat."""
 SLOW = pytest.mark.slow(reason="some instants of each are always tried")
 
 
@@ -114,6 +119,7 @@ def test_the_scheduler_may_be_replaced_before_any_step_of_the_simulation(
         before_step(simulation, at_step, partial(simulation.restart_scheduler, after_s))
         simulation.run(make(results))
         assert results == expected, f"killed at step {at_step}"
+        assert simulation.now < after_s + SOON_S, f"killed at step {at_step}"
         assert_same_seats(simulation)
         simulation.finish()
 
@@ -464,6 +470,8 @@ def test_the_next_scheduler_turns_a_process_out_whose_seat_another_one_has(
     def stop() -> None:
         stopped.append(simulation.workers[1])
         simulation.pause(stopped[0], simulation.now + 40.0)
+        # So it hears nothing of servers.
+        simulation.cut(stopped[0], simulation.servers[0], simulation.now + 200.0)
         simulation.replace(1, 1.0)
         simulation.at(simulation.now + lost_s, partial(simulation.restart_scheduler, 1.0))
 
@@ -493,3 +501,40 @@ def test_the_next_scheduler_turns_a_process_out_whose_seat_another_one_has(
     assert "this one must not go on" in str(error)
     assert [node.error for node in simulation.workers] == [None, None]
     simulation.finish()
+
+
+# -- what is told is written ---------------------------------------------------------------
+
+TOLD = (Vacant, Seated, Members, Roster)
+
+
+def check_what_it_tells(scheduler: Any, told: set[type]) -> None:
+    """The scheduler's journal has its state whenever it tells others of a change."""
+    records, send = scheduler.control._records, scheduler.links.send
+
+    def check(peer: str, message: Any, *rest: Any) -> None:
+        if isinstance(message, TOLD) or (isinstance(message, StandsBy) and message.for_receiver):
+            told.add(type(message))
+            assert records._saved == records._charter(), f"{message} is told too early"
+        send(peer, message, *rest)
+
+    scheduler.links.send = check
+
+
+def test_a_change_is_written_before_others_are_told(journal: Path) -> None:
+    """A worker and a server are lost and replaced, a new standby comes, a worker leaves."""
+    simulation, results, told = simulation_of(journal, standbys=1), dict[int, bytes](), set[type]()
+    check_what_it_tells(simulation.scheduler, told)
+    _, expected = without_loss(sync_script, journal, standbys=1)
+
+    def lose_worker() -> None:
+        assert seats_of(simulation)[11].may_return
+        simulation.restart(simulation.workers[1], 0.3)
+
+    simulation.at(8.0, partial(simulation.kill_server, 0))
+    simulation.at(9.0, partial(simulation.start_standby, 0))
+    simulation.at(20.0, lose_worker)
+    simulation.run(slowed(sync_script(results), 0.7))
+    simulation.finish()
+    assert results == expected
+    assert told == {*TOLD, StandsBy}

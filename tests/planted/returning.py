@@ -80,7 +80,8 @@ BUGS = [
         "pslite/plane/unit.py",
         "self.orphans |= {pair for pair in self.rounds.waiting() if pair[0] == rank}",
         "self.orphans |= set()",
-        SEEDS,
+        "tests/unit/pslite/plane/test_plane_returning.py"
+        "::test_a_push_of_a_lost_process_is_applied_and_not_answered",
     ),
     Bug(
         "a push that comes again is not answered",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from pslite.node.customer import Incoming
 from pslite.node.recorded_requests import Answers, RecordedRequests, request_of
 from pslite.protocol.charter import RecordedRequest
+from pslite.wire.codec import pack_value, unpack_value
 from pslite.wire.messages import Request, Response
 
 APP = 7
@@ -30,7 +31,7 @@ class App:
         self.total = 0
         self.late: list[Incoming] = []
         self.requests = RecordedRequests(lambda node: self.uids.get(node, ""), self._record)
-        self.handler = self.requests.wrapped(APP, self._handle)
+        self.handler = self.requests.wrapped(APP, self._handle, self)
 
     def _record(self, known: RecordedRequest) -> None:
         self.events.append("recorded")
@@ -46,6 +47,12 @@ class App:
             incoming.respond(str(self.total).encode())
         else:
             self.late.append(incoming)
+
+    def state(self) -> list[Any] | None:
+        return None if self.late else [self.total]
+
+    def resume(self, state: Sequence[Any]) -> None:
+        (self.total,) = state
 
     def answer_late(self) -> None:
         for incoming in self.late:
@@ -161,3 +168,31 @@ def test_a_scheduler_remembers_a_bounded_number(monkeypatch: pytest.MonkeyPatch)
     assert app.total == 3
     ask(1)
     assert app.total == 4  # it is not known any more
+
+
+# -- the state in place of the requests ----------------------------------------------------
+
+
+def test_the_next_scheduler_goes_on_from_the_state_and_answers_as_before() -> None:
+    first, second = App(), App()
+    first.ask(9, 1, 5)
+    first.ask(11, 1, -1)
+    state = first.requests.state()
+    assert state is not None
+    second.requests.resume(unpack_value(pack_value(state)))
+    assert (second.total, second.sent) == (5, [])
+    second.ask(9, 1, 5)
+    second.ask(11, 1, -1)
+    assert second.sent == first.sent
+    assert second.journal == []
+    second.ask(9, 2, 1)
+    assert second.sent[-1] == (9, 2, b"6")
+
+
+def test_there_is_no_state_while_a_request_waits() -> None:
+    app = App()
+    app.ask(9, 1, 0)
+    assert app.requests.state() is None
+    app.answer_late()
+    app.late.clear()
+    assert app.requests.state() is not None

@@ -1,0 +1,125 @@
+"""Seats in the hands of the next scheduler: who is let in, let go, and told what."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from pslite.config import Config
+from pslite.ids import NodeInfo, Role, node_id
+from pslite.node.io_queue import Timers
+from pslite.node.seating import Seating
+from pslite.protocol.charter import SeatRow
+from pslite.protocol.membership import Membership
+from pslite.wire.base import Message
+from pslite.wire.messages import Roster
+from pslite.wire.recovery import StandsBy
+
+
+def process(role: str, number: int, rank: int) -> NodeInfo:
+    return NodeInfo(role, rank, f"{role}{number}", 100 + number, "", "alpha", "k", 4000 + number)
+
+
+SCHEDULER, FIRST, SECOND, SERVER = ROSTER = (
+    process("scheduler", 0, 0),
+    process("worker", 1, 0),
+    process("worker", 2, 1),
+    process("server", 3, 0),
+)
+STANDBY = process("server", 9, 0)
+
+
+def row(node: NodeInfo, standing: str = "TAKEN", **more: Any) -> SeatRow:
+    return SeatRow(node.node_id, node, 0, standing, True, 0, "", None, None, False)._replace(**more)
+
+
+class Scheduler:
+    """The seats of a scheduler that goes on from these rows."""
+
+    def __init__(self, *rows: SeatRow) -> None:
+        self.sent: list[tuple[Any, Message]] = []
+        self.looks: list[Any] = []
+        self.expected: list[str] = []
+        membership = Membership(Role.SCHEDULER)
+        membership.begin(ROSTER)
+        nothing = SimpleNamespace(
+            know=lambda peer: None, add=lambda *_: None, forget=lambda peer: None
+        )
+        office: Any = SimpleNamespace(
+            config=Config(num_workers=2, num_servers=1, standbys=1, rejoin_timeout_s=60.0),
+            membership=membership,
+            error=None,
+            clock=lambda: 0.0,
+            admission=nothing,
+            io_queue=SimpleNamespace(timers=Timers(), look_after_each_step=self.looks.append),
+            links=SimpleNamespace(
+                know=lambda peer: None,
+                everything_accepted=lambda peers: True,
+                send=lambda peer, message, *_: self.sent.append((peer, message)),
+            ),
+            watch=SimpleNamespace(
+                add=lambda *_: None,
+                forget=lambda peer: None,
+                vacated=lambda *_: None,
+                expect=lambda peer, now: self.expected.append(peer),
+            ),
+            log=SimpleNamespace(info=lambda *_: None, learn=lambda nodes: None),
+            send=lambda node, message: self.sent.append((node, message)),
+        )
+
+        def ignore(*_: Any) -> None:
+            pass
+
+        self.seating = Seating(office, ignore, ignore, ignore, ignore, ignore)
+        self.seating.resume(rows, 2, 0.0)
+
+
+def test_a_process_is_welcome_when_all_members_are_back_and_know_it() -> None:
+    scheduler = Scheduler(row(FIRST), row(SECOND, "WELCOMING", attempt=1))
+    (look,) = scheduler.looks
+    for node in (SERVER, FIRST):
+        assert (look(), scheduler.sent) == (False, [])
+        scheduler.seating.registers(node)
+    assert look()
+    ((to, message),) = scheduler.sent
+    assert isinstance(message, Roster)
+    assert (to, message.node_id) == (SECOND.node_id, SECOND.node_id)
+
+
+def test_the_members_and_standbys_that_are_not_back_are_looked_for() -> None:
+    scheduler = Scheduler(row(FIRST), row(SECOND), row(SERVER, standby=STANDBY))
+    uids = [FIRST.uid, SECOND.uid, SERVER.uid, STANDBY.uid]
+    assert sorted(scheduler.expected) == sorted(uids)
+    scheduler.seating.registers(STANDBY)
+    scheduler.seating.registers(FIRST)
+    assert sorted(scheduler.seating.not_back()) == sorted([SECOND.uid, SERVER.uid])
+
+
+def test_a_standby_that_is_still_one_is_told_its_server() -> None:
+    scheduler = Scheduler(row(FIRST), row(SERVER, standby=STANDBY))
+    assert scheduler.seating.standby_is_back(STANDBY, 0, 1.0)
+    assert scheduler.sent == [(STANDBY.uid, StandsBy((SERVER,), False, 0))]
+
+
+def test_a_standby_that_was_let_go_is_let_go_again_and_a_new_one_is_not_known() -> None:
+    scheduler = Scheduler(row(FIRST), row(SERVER))
+    assert scheduler.seating.standby_is_back(STANDBY, 0, 1.0)
+    assert scheduler.sent == [(STANDBY.uid, StandsBy((), False, 0))]
+    scheduler.sent.clear()
+    assert not scheduler.seating.standby_is_back(process("server", 10, 0), -1, 1.0)
+    assert scheduler.sent == []
+
+
+def test_what_servers_are_told_of_standbys_counts_on_from_the_scheduler_before() -> None:
+    numbers = []
+    for term in (2, 3):
+        scheduler = Scheduler(row(FIRST), row(SERVER, standby=STANDBY))
+        scheduler.seating.resume((row(FIRST), row(SERVER, standby=STANDBY)), term, 0.0)
+        scheduler.seating.is_back(SERVER, 1.0)
+        numbers += [
+            message.number
+            for to, message in scheduler.sent
+            if isinstance(message, StandsBy) and to == node_id(Role.SERVER, 0)
+        ]
+    first, second = numbers
+    assert 0 < first < second
