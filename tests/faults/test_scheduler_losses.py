@@ -470,8 +470,9 @@ def test_the_next_scheduler_turns_a_process_out_whose_seat_another_one_has(
     def stop() -> None:
         stopped.append(simulation.workers[1])
         simulation.pause(stopped[0], simulation.now + 40.0)
-        # So it hears nothing of servers.
-        simulation.cut(stopped[0], simulation.servers[0], simulation.now + 200.0)
+        # When it wakes up, only the scheduler can tell it.
+        cut = partial(simulation.cut, stopped[0], simulation.servers[0], 300.0)
+        simulation.at(simulation.now + 39.0, cut)
         simulation.replace(1, 1.0)
         simulation.at(simulation.now + lost_s, partial(simulation.restart_scheduler, 1.0))
 

@@ -12,7 +12,6 @@ REQUESTS = f"{NODE}/test_recorded_requests.py"
 AWAY = f"{NODE}/test_scheduler_away.py"
 INSTANTS = f"{LOSSES}::test_the_scheduler_may_be_replaced_before_any_step_of_the_simulation"
 CALLS = f"{LOSSES}::test_a_request_that_is_under_way_gets_its_answer"
-FENCED = f"{LOSSES}::test_the_next_scheduler_turns_a_process_out_whose_seat_another_one_has"
 
 BUGS = [
     Bug(
@@ -196,13 +195,6 @@ BUGS = [
         "        self._save()\n        office.watch.vacated(node, reason)\n",
         "        office.watch.vacated(node, reason)\n",
         f"{LOSSES}::test_a_change_is_written_before_others_are_told",
-    ),
-    Bug(
-        "a process whose seat another one has goes on with the next scheduler",
-        "pslite/node/scheduler.py",
-        'self._seating.turn_out(node, "it had lost the scheduler")',
-        "pass",
-        FENCED,
     ),
     Bug(
         "a standby that was let go stands by again for the next scheduler",
