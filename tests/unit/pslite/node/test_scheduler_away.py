@@ -37,6 +37,7 @@ class Member:
         self.now = 100.0
         self.events: list[Any] = []
         self.log: list[str] = []
+        self.warnings: list[str] = []
         self.errors: list[BaseException] = []
         membership = Membership(Role.WORKER)
         membership.begin((FIRST, WORKER))
@@ -53,7 +54,9 @@ class Member:
                 send=lambda peer, message, *_: self.events.append((peer, message)),
             ),
             log=SimpleNamespace(
-                info=lambda _, text: self.log.append(text), learn=lambda nodes: None
+                info=lambda _, text: self.log.append(text),
+                warn=self.warnings.append,
+                learn=lambda nodes: None,
             ),
             watch=SimpleNamespace(
                 add=lambda peer, *_: self.events.append(("watch", peer)),
@@ -93,6 +96,17 @@ def test_a_member_begins_a_new_channel_and_registers_at_once() -> None:
     assert member.away.is_awaited
     assert member.log == [
         "the scheduler is lost: its connection is lost; waiting for another process in its place"
+    ]
+
+
+def test_it_says_every_ten_seconds_for_how_long_there_is_none() -> None:
+    member = Member(wait_s=100.0)
+    member.away.lost("no answer", member.now)
+    member.until(125.0)
+    member.away.found()
+    member.until(200.0)
+    assert member.warnings == [
+        f"no scheduler at host:9091 for {seconds} s; push and pull go on" for seconds in (10, 20)
     ]
 
 
