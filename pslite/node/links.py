@@ -20,7 +20,7 @@ from pslite.protocol.channel import Channel, Outgoing
 from pslite.van.base import Received, Van, size_of
 from pslite.wire.base import Message
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
-from pslite.wire.messages import Accepted, Refused, Register, StatusQuestion
+from pslite.wire.messages import Accepted, Beat, Refused, Register, StatusQuestion
 
 #: Payloads smaller than this do not count as in flight: their frames are sent by copy.
 _SMALL_BYTES = 4096
@@ -230,6 +230,8 @@ class Links:
         # On a channel that was begun anew, a number counts only if the peer knows the channel.
         is_lost = own != self.incarnation and envelope.sequence and not envelope.receiver
         if envelope.receiver not in (0, own) or is_lost:
+            if entry is None:  # the sender knows an earlier process of this name: let it know
+                self.send_unnumbered(event.peer, Beat())
             self.dropped[OTHER_RECEIVER] += 1
             return None
         if type(message) is Refused and envelope.sequence == 0:

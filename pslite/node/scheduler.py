@@ -50,6 +50,8 @@ from pslite.wire.recovery import BarriersReached, MayReturn, StandsBy, Vacant
 _LOOK_INTERVAL_S = 0.5
 
 
+#: When to repeat to listeners what a lost scheduler may not have told: there are none yet.
+_REPEAT_S = 1.0
 #: How often to tell members that have not asked this scheduler that it is in place of a lost one.
 _GREET_INTERVAL_S = 0.1
 
@@ -183,7 +185,6 @@ class SchedulerControl(NodeControl):
         standbys = self._rendezvous.standbys
         office.join(self._node, roster, now, standbys=standbys)
         self._seating.begin(roster, standbys, now)
-        self._save()
         for node in self._rendezvous.roster:
             office.log.info(
                 1, f"assign rank={node.node_id} to node role={node.role}, ip={node.host}"
@@ -245,8 +246,15 @@ class SchedulerControl(NodeControl):
         office.membership.attempts[SCHEDULER_ID] = self._records.num_terms - 1
         seating.resume(charter.seats, self._records.num_terms, now)
         self._beats.set(beat_at(office.config, now))
-        if not office.membership.live(Role.WORKER):
+        for row in charter.seats:  # the lost scheduler may not have told the launcher
+            server = office.membership.node(row.node_id)
+            if row.standby is not None and server is not None:
+                office.io_queue.timers.add(now + _REPEAT_S, partial(self._filled, server))
+        live = office.membership.live
+        if not live(Role.WORKER):
             seating.release_standbys()
+        if not live(Role.WORKER) and not live(Role.SERVER):
+            office.finished.set_result(None)
 
     def _become(self, charter: Charter, before: Charter | None, now: float) -> None:
         """Go from one charter to the next; the first one has the roster of the beginning."""

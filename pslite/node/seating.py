@@ -67,6 +67,7 @@ class Seating:
     ) -> None:
         """Begin with a complete cluster."""
         self.seats.begin(roster, standbys)
+        self._save()
         for standby in standbys:
             primary = self._office.membership.node(standby.node_id)
             if primary is not None:

@@ -388,15 +388,16 @@ def test_training_goes_on_if_the_journal_cannot_be_written(
     simulation.finish()
 
 
+@pytest.mark.parametrize("after_s", [0.1, 1.0, 20.0])
 def test_the_job_ends_if_the_scheduler_is_lost_whose_journal_could_not_be_written(
-    journal: Path, monkeypatch: pytest.MonkeyPatch
+    after_s: float, journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulation = simulation_of(journal)
     with monkeypatch.context() as patch:
         fill_disk(patch, 0)  # the cluster is not complete yet
         simulation.until(partial(is_complete, simulation))
         nodes = [*simulation.servers, *simulation.workers]
-        simulation.at(4.0, partial(simulation.restart_scheduler, 20.0))
+        simulation.at(4.0, partial(simulation.restart_scheduler, after_s))
         with pytest.raises(NodeLostError):
             simulation.run(waits_and_asks)
     simulation.until(lambda: all(node.error for node in nodes), 100.0)
@@ -539,3 +540,30 @@ def test_a_change_is_written_before_others_are_told(journal: Path) -> None:
     simulation.finish()
     assert results == expected
     assert told == {*TOLD, StandsBy}
+
+
+@pytest.mark.parametrize("after_s", [0.1, 130.0])
+def test_a_message_of_the_next_scheduler_before_it_is_asked_is_not_of_the_new_channel(
+    after_s: float, journal: Path
+) -> None:
+    """As the offer of a pipe. Members that wait for long begin several channels."""
+
+    def prepare(node: Postoffice) -> None:
+        install(node)
+        if node.role is Role.SCHEDULER:
+            node.ready.on_done(lambda _: greet(node))
+
+    def greet(node: Postoffice) -> None:
+        for member in node.membership.neighbours():
+            node.send(member.node_id, StandsBy((), False, 0))  # says nothing to a member
+
+    num_steps, expected = without_loss(sync_script, journal)
+    for at_step in range(20, num_steps, 41):
+        journal.unlink(missing_ok=True)
+        settings = {"rejoin_timeout_s": 300.0, "scheduler_journal": str(journal)}
+        simulation = Simulation(1, 2, 1, prepare=prepare, **settings)
+        results: Results = {}
+        before_step(simulation, at_step, partial(simulation.restart_scheduler, after_s))
+        simulation.run(sync_script(results))
+        assert results == expected
+        simulation.finish()
