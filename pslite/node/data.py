@@ -35,13 +35,7 @@ from pslite.plane import (
     WorkerPlane,
 )
 from pslite.wire.base import Message
-from pslite.wire.messages import (
-    Answer,
-    Exchange,
-    PartsFailed,
-    RoundWaits,
-    StaleEpoch,
-)
+from pslite.wire.messages import Answer, Exchange, PartsFailed, RoundWaits, StaleEpoch
 from pslite.wire.recovery import PayloadPiece, Recorded, RequestRecord, RoundRecord
 from pslite.wire.survey import LEAST_WAIT_S, Wait
 

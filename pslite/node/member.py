@@ -41,12 +41,7 @@ from pslite.wire.messages import (
     StatusQuestion,
     Waiting,
 )
-from pslite.wire.recovery import (
-    MayReturn,
-    Seated,
-    StandsBy,
-    Vacant,
-)
+from pslite.wire.recovery import MayReturn, Seated, StandsBy, Vacant
 
 #: How much longer than the scheduler a member waits for the cluster to be complete.
 _GRACE_S = 1.0

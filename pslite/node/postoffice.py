@@ -41,13 +41,7 @@ from pslite.plane import Transfer
 from pslite.protocol.membership import Membership
 from pslite.van.base import Received, Van
 from pslite.wire.base import Message
-from pslite.wire.messages import (
-    Accepted,
-    Beat,
-    LongWait,
-    Request,
-    Response,
-)
+from pslite.wire.messages import Accepted, Beat, LongWait, Request, Response
 
 #: How long ``wait_until_accepted`` waits. Acceptance does not depend on rounds, only on transfers.
 _ACCEPTANCE_S = 5.0

@@ -32,13 +32,7 @@ from pslite.van.base import size_of
 from pslite.wire.base import Ints, Message
 from pslite.wire.codec import pack_value
 from pslite.wire.messages import Response
-from pslite.wire.recovery import (
-    MayReturn,
-    PayloadPiece,
-    Recorded,
-    RequestRecord,
-    RoundRecord,
-)
+from pslite.wire.recovery import MayReturn, PayloadPiece, Recorded, RequestRecord, RoundRecord
 
 #: How long to wait before the next try to copy a state that was incomplete.
 _AGAIN_S = 0.5

@@ -18,12 +18,7 @@ from pslite.node.control import ControlOffice
 from pslite.node.links import Delivery
 from pslite.protocol.charter import SeatRow
 from pslite.protocol.succession import Seats, Standing, Succession
-from pslite.wire.messages import (
-    Members,
-    Refused,
-    Roster,
-    Waiting,
-)
+from pslite.wire.messages import Members, Refused, Roster, Waiting
 from pslite.wire.recovery import Seated, StandsBy, Vacant
 
 #: How often to look at vacant seats and at processes that ask for one.

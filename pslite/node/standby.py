@@ -28,12 +28,7 @@ from pslite.protocol.replication import Replay, Turns, from_pieces
 from pslite.wire.base import Message
 from pslite.wire.codec import unpack_value
 from pslite.wire.messages import Request, Response
-from pslite.wire.recovery import (
-    PayloadPiece,
-    Recorded,
-    RequestRecord,
-    RoundRecord,
-)
+from pslite.wire.recovery import PayloadPiece, Recorded, RequestRecord, RoundRecord
 
 #: The heads of records that no app handles: an answer that the server has given, and the end of
 #: the state that fills a standby.

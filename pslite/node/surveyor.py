@@ -18,12 +18,7 @@ from pslite.protocol.deadlocks import DeadlockDetector
 from pslite.protocol.membership import Rendezvous
 from pslite.protocol.surveys import Surveys
 from pslite.wire.codec import MAX_HEADER_BYTES
-from pslite.wire.messages import (
-    Refused,
-    StatusQuestion,
-    StatusReport,
-    StatusSurvey,
-)
+from pslite.wire.messages import Refused, StatusQuestion, StatusReport, StatusSurvey
 from pslite.wire.survey import (
     LEAST_WAIT_S,
     NodeReport,

@@ -16,12 +16,7 @@ from pslite.errors import ProtocolError, PSError, UsageError, rebuild
 from pslite.plane.interface import Buffer, Piece, Send, cut
 from pslite.plane.transfer import Request, Requested, Transfer, joined, telling
 from pslite.wire.base import Ints
-from pslite.wire.messages import (
-    Answer,
-    Exchange,
-    PartsFailed,
-    StaleEpoch,
-)
+from pslite.wire.messages import Answer, Exchange, PartsFailed, StaleEpoch
 
 #: A list of parts is kept as one state after it was requested more often than this.
 _FAMILIAR = 2

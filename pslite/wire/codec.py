@@ -24,12 +24,7 @@ import msgpack
 
 from pslite.errors import ProtocolError, UsageError
 from pslite.ids import NodeInfo
-from pslite.wire.base import (
-    Ints,
-    Message,
-    Nodes,
-    Texts,
-)
+from pslite.wire.base import Ints, Message, Nodes, Texts
 from pslite.wire.messages import ALL_MESSAGES
 
 VERSION = 7

@@ -34,13 +34,7 @@ from pslite.wire.messages import (
     StatusQuestion,
     Waiting,
 )
-from pslite.wire.recovery import (
-    Recorded,
-    RequestRecord,
-    Seated,
-    StandsBy,
-    Vacant,
-)
+from pslite.wire.recovery import Recorded, RequestRecord, Seated, StandsBy, Vacant
 
 
 @pytest.fixture

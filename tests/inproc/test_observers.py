@@ -22,13 +22,7 @@ from pslite.testing.inproc import InprocNetwork, InprocVan
 from pslite.van.base import Received
 from pslite.wire.base import Message
 from pslite.wire.codec import Envelope, decode, encode, pack_value
-from pslite.wire.messages import (
-    Beat,
-    Refused,
-    StatusQuestion,
-    StatusReport,
-    StatusSurvey,
-)
+from pslite.wire.messages import Beat, Refused, StatusQuestion, StatusReport, StatusSurvey
 from pslite.wire.survey import NodeStatus
 
 ADDRESS = "127.0.0.1:9091"

@@ -39,12 +39,7 @@ from pslite.van import base as van
 from pslite.van.base import TOTAL_PER_FRAME
 from pslite.van.cutting import MARK, PIECE_BYTES
 from pslite.van.zmq.pipes import MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES, MAX_PIPES
-from pslite.wire.base import (
-    Ints,
-    Message,
-    Nodes,
-    Texts,
-)
+from pslite.wire.base import Ints, Message, Nodes, Texts
 from pslite.wire.codec import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
@@ -56,12 +51,7 @@ from pslite.wire.codec import (
     decode,
     encode,
 )
-from pslite.wire.messages import (
-    ALL_MESSAGES,
-    SENDERS,
-    Accepted,
-    Exchange,
-)
+from pslite.wire.messages import ALL_MESSAGES, SENDERS, Accepted, Exchange
 from pslite.wire.survey import (
     MAX_NAMED,
     MAX_TEXT,

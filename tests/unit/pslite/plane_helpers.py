@@ -32,12 +32,7 @@ from pslite.plane import (
 )
 from pslite.protocol.channel import Channel, Outgoing
 from pslite.wire.base import Ints, Message
-from pslite.wire.messages import (
-    Answer,
-    Exchange,
-    PartsFailed,
-    StaleEpoch,
-)
+from pslite.wire.messages import Answer, Exchange, PartsFailed, StaleEpoch
 
 SERVER = 8
 """Node id of the only server of a test."""

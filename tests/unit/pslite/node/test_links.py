@@ -17,15 +17,7 @@ from pslite.node.links import MAX_STRANGERS, REPEATED, TELL_AFTER_S, TELL_BYTES,
 from pslite.van.base import Buffer, Received, Van, VanEvent
 from pslite.wire.base import Message
 from pslite.wire.codec import VERSION, Envelope, decode, encode, pack_value
-from pslite.wire.messages import (
-    Accepted,
-    Beat,
-    Leave,
-    Refused,
-    Register,
-    Request,
-    StatusQuestion,
-)
+from pslite.wire.messages import Accepted, Beat, Leave, Refused, Register, Request, StatusQuestion
 
 
 class Wire(Van):

@@ -16,14 +16,7 @@ from pslite.node.message_filter import OUT_OF_ROLE, UNLISTED, Admission
 from pslite.van.base import Received
 from pslite.wire.base import Message
 from pslite.wire.codec import Envelope, decode, encode
-from pslite.wire.messages import (
-    BarrierLeave,
-    Beat,
-    Exchange,
-    Refused,
-    Request,
-    Response,
-)
+from pslite.wire.messages import BarrierLeave, Beat, Exchange, Refused, Request, Response
 
 LOST = NodeLostError("worker 0 was declared lost", role="worker", rank=0)
 REFUSAL = Refused(*told(LOST))

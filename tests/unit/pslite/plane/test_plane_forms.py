@@ -22,12 +22,7 @@ from plane_helpers import (
 
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane import NO_SIZE, Job, Outcome, Piece, Send, ServerPlane, Transfer, WorkerPlane
-from pslite.wire.messages import (
-    Answer,
-    Exchange,
-    PartsFailed,
-    StaleEpoch,
-)
+from pslite.wire.messages import Answer, Exchange, PartsFailed, StaleEpoch
 
 FORM = 7
 

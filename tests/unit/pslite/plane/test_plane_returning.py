@@ -32,12 +32,7 @@ from pslite.plane import Effect, Job, Outcome, Piece, Send, ServerPlane, WorkerP
 from pslite.plane.interface import Row
 from pslite.plane.unit import Unit, joined
 from pslite.protocol.rounds import SyncRounds
-from pslite.wire.messages import (
-    Answer,
-    Exchange,
-    PartsFailed,
-    StaleEpoch,
-)
+from pslite.wire.messages import Answer, Exchange, PartsFailed, StaleEpoch
 
 ONE = counts(1)
 

@@ -19,13 +19,7 @@ from plane_helpers import (
 
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane import Piece, Run, Send, ServerPlane
-from pslite.wire.messages import (
-    Answer,
-    Exchange,
-    PartsFailed,
-    RoundWaits,
-    StaleEpoch,
-)
+from pslite.wire.messages import Answer, Exchange, PartsFailed, RoundWaits, StaleEpoch
 
 GONE = UsageError("the key was deleted")
 

@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 
 from pslite.errors import ProtocolError, PSError, UsageError
 from pslite.ids import NodeInfo
-from pslite.wire.base import (
-    Ints,
-    Message,
-    Natural,
-    Naturals,
-    Nodes,
-    Texts,
-)
+from pslite.wire.base import Ints, Message, Natural, Naturals, Nodes, Texts
 from pslite.wire.codec import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
