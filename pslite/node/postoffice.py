@@ -366,11 +366,8 @@ class Postoffice:
 
     def next_due(self) -> float:
         """Return when ``step`` must run even if no event arrives."""
-        return min(
-            self.io_queue.timers.next_due(),
-            self.links.next_due(),
-            self.van.next_due(),
-        )
+        timers = self.io_queue.timers
+        return min(timers.next_due(), self.links.next_due(), self.van.next_due())
 
     # -- messages ----------------------------------------------------------------------
 
