@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pslite.errors import ConfigError
+from pslite.ids import Role
 from pslite.node.control import ControlOffice
 from pslite.node.recorded_requests import RecordedRequests, request_of
 from pslite.node.scheduler_journal import APPS, CHARTER, DEADLOCK, REQUEST, TERM, SchedulerJournal
@@ -101,6 +103,24 @@ class SchedulerRecords:
             self._journal.empty()
             self._journal = None
 
+    def _is_of_this_job(self, records: Sequence[tuple[bytes, Any]]) -> bool:
+        """Return whether the numbers of workers and servers are those of this job, or fail."""
+        office, config = self._office, self._office.config
+        for plain in [plain for kind, plain in records if kind == CHARTER][:1]:
+            roles = Counter(node.role for node in charter_from(plain).roster)
+            found = roles[Role.WORKER.value], roles[Role.SERVER.value]
+            if found != (config.num_workers, config.num_servers):
+                office.fail(
+                    ConfigError(
+                        f"PS_SCHEDULER_JOURNAL={config.scheduler_journal} is of a job with "
+                        f"{found[0]} workers and {found[1]} servers, this one has "
+                        f"{config.num_workers} and {config.num_servers}; use a new file for each "
+                        "job"
+                    )
+                )
+                return False
+        return True
+
     def replay(
         self,
         become: Callable[[Charter, Charter | None, float], None],
@@ -113,6 +133,8 @@ class SchedulerRecords:
         """
         records = [] if self._journal is None else self._journal.found
         charter = None
+        if not self._is_of_this_job(records):
+            return None
         for kind, plain in records:
             if kind == CHARTER:
                 before, charter = charter, charter_from(plain)

@@ -16,7 +16,7 @@ from kvstore import optimizer
 from kvstore.server import install
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP, Postoffice, Role
-from pslite.errors import DeadlineError, NodeLostError
+from pslite.errors import ConfigError, DeadlineError, NodeLostError
 from pslite.node.scheduler_journal import SchedulerJournal
 from pslite.testing.simulator import Simulation
 from pslite.wire.messages import Members, Roster
@@ -567,3 +567,15 @@ def test_a_message_of_the_next_scheduler_before_it_is_asked_is_not_of_the_new_ch
         simulation.run(sync_script(results))
         assert results == expected
         simulation.finish()
+
+
+def test_a_scheduler_refuses_the_journal_of_another_job(journal: Path) -> None:
+    simulation = simulation_of(journal)
+    simulation.until(partial(is_complete, simulation))
+    simulation.kill(simulation.scheduler)
+    settings = {"rejoin_timeout_s": 300.0, "scheduler_journal": str(journal)}
+    other = Simulation(2, 3, 1, prepare=install, **settings)
+    assert isinstance(other.scheduler.error, ConfigError)
+    assert "is of a job with 2 workers and 1 servers, this one has 3 and 1" in str(
+        other.scheduler.error
+    )
