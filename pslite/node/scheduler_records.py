@@ -104,7 +104,7 @@ class SchedulerRecords:
             self._journal = None
 
     def _is_of_this_job(self, records: Sequence[tuple[bytes, Any]]) -> bool:
-        """Return whether the numbers of workers and servers are those of this job, or fail."""
+        """Return whether the journal can be of this job; fail if it cannot."""
         office, config = self._office, self._office.config
         for plain in [plain for kind, plain in records if kind == CHARTER][:1]:
             roles = Counter(node.role for node in charter_from(plain).roster)
