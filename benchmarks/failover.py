@@ -4,7 +4,8 @@ A job on this machine with two workers, a server and its standby. The server hol
 ``--gigabytes`` together; the workers exchange a small key in each step. Again and again one
 process is killed (``--victim server``, or ``worker``). Measured is the time from the kill to the
 end of the first step that both workers have completed after it. Before the next kill, the server
-has a new standby with its state. Figures: docs/performance.md.
+has a new standby with its state. The launcher waits longer before each start of the same process,
+so many kills take long. Figures: docs/recovery.md.
 """
 
 from __future__ import annotations
