@@ -103,7 +103,7 @@ class Links:
         #: Lost peers, with the answer to what they still send, if there is one.
         self._closed: dict[str, Refused | None] = {}
         self._released: set[str] = set()
-        #: Called with the name of a peer if another process sends under it.
+        #: Called with the name of a peer under which another process now sends.
         self.on_replaced: Callable[[str], None] | None = None
         #: The number of dropped messages, by reason.
         self.dropped: Counter[str] = Counter()
@@ -228,8 +228,8 @@ class Links:
         entry = self._peers.get(event.peer)
         own = self.incarnation if entry is None else entry.own
         # On a channel that was begun anew, a number counts only if the peer knows the channel.
-        is_lost = own != self.incarnation and envelope.sequence and not envelope.receiver
-        if envelope.receiver not in (0, own) or is_lost:
+        is_stray = own != self.incarnation and envelope.sequence and not envelope.receiver
+        if envelope.receiver not in (0, own) or is_stray:
             if entry is None:  # the sender knows an earlier process of this name: let it know
                 self.send_unnumbered(event.peer, Beat())
             self.dropped[OTHER_RECEIVER] += 1

@@ -1,9 +1,9 @@
 """``SchedulerAway``: a member waits for the next scheduler (I/O thread).
 
-The member has lost the scheduler. Push and pull go on meanwhile. Barriers, requests and losses
-wait. The member registers again and
-again at the scheduler's address. The process that answers may be another one, or the same one if
-only the connection was lost. ``member.py`` then tells it what it may not know.
+The member has lost the scheduler. Push and pull go on meanwhile. Barriers, requests and decisions
+about lost nodes wait. The member registers at the scheduler's address until a process answers. That
+may be another one, or the same one if only the connection was lost. ``member.py`` then tells it
+what it may not know.
 """
 
 from __future__ import annotations

@@ -356,7 +356,7 @@ BUGS = [
     Bug(
         "a message for a process that was here before is taken",
         "pslite/node/links.py",
-        "if envelope.receiver not in (0, own) or is_lost:",
+        "if envelope.receiver not in (0, own) or is_stray:",
         "if False:",
         "tests/unit/pslite/node/test_links.py",
     ),

@@ -221,8 +221,8 @@ BUGS = [
     Bug(
         "a message from before a channel was begun anew is taken for its first one",
         "pslite/node/links.py",
-        "is_lost = own != self.incarnation and envelope.sequence and not envelope.receiver",
-        "is_lost = False",
+        "is_stray = own != self.incarnation and envelope.sequence and not envelope.receiver",
+        "is_stray = False",
         "tests/faults/test_scheduler_losses.py::test_a_message_of_the_next_scheduler_before_it_is_"
         "asked_is_not_of_the_new_channel",
     ),
