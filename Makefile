@@ -101,7 +101,7 @@ test-fast: $(INSTALLED_DEV) ## pytest: test-unit and test-process in one session
 test-slow: $(INSTALLED_FRAMEWORKS) ## pytest: only what is marked slow, which make test leaves out
 	$(RUN) -m pytest -rs -n $(JOBS) --dist worksteal $(SLOW) tests $(WITHOUT_CLUSTERS) $(PYTEST_ARGS)
 
-test-kills: $(INSTALLED_DEV) ## 200 jobs, in each of which a process is killed (15 minutes)
+test-kills: $(INSTALLED_DEV) ## 250 jobs, in each of which a process is killed (20 minutes)
 	$(RUN) -m tests.kills
 
 test-unit: $(INSTALLED_DEV) ## pytest: everything that starts no processes

@@ -65,7 +65,8 @@ def main() -> int:
         share = 2 * (count - 1) / count
         least_ms = 8 * share * task.nbytes / gbit / 1e6
         for connections in map(int, options.connections.split(",")):
-            found = measure(task, gbit, connections, options)
+            settings = {"PS_CONNECTIONS": str(connections), "PS_SECURITY": options.security}
+            found = measure(task, gbit, options.flow_gbit, settings)
             print(
                 f"{gbit:5g} Gbit/s{limit}, {connections:2d} connections: {found.text()} ms; "
                 f"the network needs {least_ms:.0f} ms: {least_ms / found.median:.0%}",
@@ -74,16 +75,13 @@ def main() -> int:
     return 0
 
 
-def measure(task: Task, gbit: float, connections: int, options: argparse.Namespace) -> Summary:
-    network = machines(task.workers, gbit, options.flow_gbit)
+def measure(task: Task, gbit: float, flow_gbit: float, settings: dict[str, str]) -> Summary:
+    """Time exchanges of a model between machines of their own."""
+    network = machines(task.workers, gbit, flow_gbit)
     with network as names, tempfile.NamedTemporaryFile() as key:
         key.write(secrets.token_bytes(32))
         key.flush()
-        settings = {
-            "PS_CONNECTIONS": str(connections),
-            "PS_JOB_KEY_FILE": key.name,
-            "PS_SECURITY": options.security,
-        }
+        settings = {"PS_JOB_KEY_FILE": key.name, **settings}
         try:
             reports = run_task(task, lambda task: processes(task, names, settings))
         except JobFailed as failure:
@@ -98,7 +96,10 @@ def address(machine: int) -> str:
 
 
 def processes(task: Task, names: Sequence[str], settings: dict[str, str]) -> list[Process]:
-    """The scheduler on the first machine, a server and a worker on each."""
+    """The scheduler on the first machine, a server and a worker on each.
+
+    With PS_STANDBYS, the standby of each server is on the next machine.
+    """
     common = {
         "DMLC_PS_ROOT_URI": address(0),
         "DMLC_PS_ROOT_PORT": str(PORT),
@@ -109,21 +110,26 @@ def processes(task: Task, names: Sequence[str], settings: dict[str, str]) -> lis
     }
     service = (sys.executable, "-m", "kvstore.server")
     worker = (sys.executable, "-m", MODULE, task.to_json())
-    roles = [(0, "scheduler", service)]
-    roles += [(machine, "server", service) for machine in range(task.workers)]
-    roles += [(machine, "worker", worker) for machine in range(task.workers)]
+    ranks = range(task.workers)
+    roles = [(0, 0, "scheduler", service, {})]
+    roles += [(rank, rank, "server", service, {}) for rank in ranks]
+    roles += [(rank, rank, "worker", worker, {}) for rank in ranks]
+    if settings.get("PS_STANDBYS") == "1":
+        stands_by = {"PS_STANDS_BY": "1"}
+        roles += [((r + 1) % task.workers, r, "server", service, stands_by) for r in ranks]
     return [
         Process(
             ("ip", "netns", "exec", names[machine], *command),
             {
                 **common,
+                **variables,
                 "DMLC_ROLE": role,
-                "DMLC_TASK_ID": str(machine),
+                "DMLC_TASK_ID": str(rank),
                 "DMLC_NODE_HOST": address(machine),
                 "PS_MACHINE": f"machine {machine}",
             },
         )
-        for machine, role, command in roles
+        for machine, rank, role, command, variables in roles
     ]
 
 

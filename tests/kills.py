@@ -6,10 +6,10 @@ the scheduler.
 With ``--kills 2``, there are two in each job, and the second is killed when the place of the first
 is usually taken.
 The launcher must end by itself with exit code 0, and all workers with the weights of the same job
-without a kill, bit for bit. In ``dist_async``, each push must count exactly once. It takes about
-four seconds a job::
+without a kill, bit for bit, and the states of the optimizer, too. Every fifth job is a
+``dist_async`` one, in which each push must count exactly once. It takes about four seconds a job::
 
-    python -m tests.kills --jobs 200 --seed 1
+    python -m tests.kills --jobs 250 --seed 1
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIMIT_S = 120.0
 PAUSE_S = 1.5
 
 SCRIPT = """
-import os, time, zlib
+import os, pathlib, time, zlib
 import numpy as np
 import kvstore as mx
 
@@ -70,6 +70,9 @@ for step in kv.steps(steps, mine):
     kv.pushpull(names[1:], grads[1:], out=weights[1:])
 kv.wait()
 kv.barrier()
+if kv.rank == 0:
+    kv.save_optimizer_states(os.environ["KILLS_STATES"])
+kv.barrier()
 weights = kv.pull(names)
 if kind == "dist_sync":
     weights.append(kv.row_sparse_pull("rows", row_ids=np.arange(500)).values)
@@ -77,7 +80,8 @@ if kind == "dist_async":
     counted = {float(v) for w in weights for v in (w.min(), w.max())}
     print("sum", "exact" if counted == {float(steps * kv.num_workers)} else counted, flush=True)
 else:
-    print("sum", zlib.crc32(b"".join(w.tobytes() for w in weights)), flush=True)
+    states = pathlib.Path(os.environ["KILLS_STATES"]).read_bytes()
+    print("sum", zlib.crc32(states + b"".join(w.tobytes() for w in weights)), flush=True)
 """
 
 
@@ -94,6 +98,7 @@ KINDS = [
     Kind("dist_sync", "sgd", 2, 1),
     Kind("dist_sync", "adam", 2, 2),
     Kind("dist_sync", "adam", 4, 2),
+    Kind("dist_sync", "sgd", 3, 2),
     Kind("dist_async", "sgd", 3, 2),
 ]
 
@@ -123,7 +128,8 @@ def run(kind: Kind, kills: int, chance: random.Random | None) -> Outcome:
         "KILLS_OPTIMIZER": kind.optimizer,
         "KILLS_STEPS": str(40 + 80 * (kills - 1)),
     }
-    with tempfile.NamedTemporaryFile("w+", suffix=".txt") as output:
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
+        environment["KILLS_STATES"] = str(Path(folder) / "states")
         launcher = subprocess.Popen(
             [
                 *(sys.executable, str(ROOT / "tools" / "launch.py"), "--restarts", str(3 * kills)),
@@ -192,7 +198,7 @@ def kill_one(mark: str, role: str, rank: int) -> bool:
 def main() -> int:
     """Run many jobs; print what became of them. The exit code is 1 if one was not as expected."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=200, help="how many jobs to run")
+    parser.add_argument("--jobs", type=int, default=250, help="how many jobs to run")
     parser.add_argument("--seed", type=int, default=1, help="decides who is killed when")
     parser.add_argument("--kills", type=int, default=1, help="how many to kill in each job")
     arguments = parser.parse_args()
