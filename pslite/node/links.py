@@ -210,10 +210,7 @@ class Links:
     def receive(self, event: Received) -> Delivery | None:
         """Return the message in a transmission if it is new and for this node; else None."""
         if event.peer in self._closed:
-            self.dropped[FROM_LOST] += 1
-            refusal = self._closed[event.peer]
-            if refusal is not None:
-                self.send_unnumbered(event.peer, refusal)
+            self._drop_from_lost(event.peer)
             return None
         try:
             envelope = decode(event.frames)
@@ -223,16 +220,13 @@ class Links:
         message = envelope.message
         if envelope.job != self._job and not _is_for_any_job(envelope):
             self._refuse_job(event.peer, envelope.job)
-            self.dropped[OTHER_JOB] += 1
             return None
         entry = self._peers.get(event.peer)
         own = self.incarnation if entry is None else entry.own
         # On a channel that was begun anew, a number counts only if the peer knows the channel.
         is_stray = own != self.incarnation and envelope.sequence and not envelope.receiver
         if envelope.receiver not in (0, own) or is_stray:
-            if entry is None:  # the sender knows an earlier process of this name: let it know
-                self.send_unnumbered(event.peer, Beat())
-            self.dropped[OTHER_RECEIVER] += 1
+            self._drop_misaddressed(event.peer, is_known=entry is not None)
             return None
         if type(message) is Refused and envelope.sequence == 0:
             # This may come from another job, which does not tell its id: do not make a channel.
@@ -250,6 +244,10 @@ class Links:
             entry = self._new_stranger(event.peer)
         if 0 < entry.incarnation < envelope.sender and type(message) is Register:
             entry = self._begin_anew(event.peer, entry.own)  # the node has begun anew, too
+        return self._take_in(event, envelope, entry)
+
+    def _take_in(self, event: Received, envelope: Envelope, entry: _PeerTraffic) -> Delivery | None:
+        """Return a message if it is new on the channel of its sender."""
         if entry.incarnation == 0:
             entry.incarnation = envelope.sender
         elif entry.incarnation != envelope.sender:
@@ -264,7 +262,7 @@ class Links:
             self._note_malformed(error)
             return None
         if self._trace is not None:
-            self._trace("<=", event.peer, message, frames)
+            self._trace("<=", event.peer, envelope.message, frames)
         channel = entry.channel
         entry.progress += channel.accepted(envelope.accepted, envelope.accepted_also)
         if envelope.sequence:
@@ -275,7 +273,18 @@ class Links:
                 self.dropped[REPEATED] += 1
                 return None
             entry.progress += 1
-        return Delivery(event.peer, envelope.sender, envelope.epoch, message, frames)
+        return Delivery(event.peer, envelope.sender, envelope.epoch, envelope.message, frames)
+
+    def _drop_from_lost(self, peer: str) -> None:
+        self.dropped[FROM_LOST] += 1
+        refusal = self._closed[peer]
+        if refusal is not None:
+            self.send_unnumbered(peer, refusal)
+
+    def _drop_misaddressed(self, peer: str, *, is_known: bool) -> None:
+        if not is_known:  # the sender knows an earlier process of this name: let it know
+            self.send_unnumbered(peer, Beat())
+        self.dropped[OTHER_RECEIVER] += 1
 
     def _note_malformed(self, error: ProtocolError) -> None:
         self.last_malformed = str(error)[:_MAX_REMARK]
@@ -283,6 +292,7 @@ class Links:
 
     def _refuse_job(self, peer: str, theirs: str) -> None:
         """Refuse a message of another job, without revealing this job's id."""
+        self.dropped[OTHER_JOB] += 1
         refusal = Refused(
             ConfigError.__name__,
             f"this node does not belong to the job {theirs[:_MAX_REMARK]!r} of the message: two "

@@ -128,8 +128,8 @@ BUGS = [
     Bug(
         "a process that was replaced goes on without being told",
         "pslite/node/links.py",
-        "            if refusal is not None:\n",
-        "            if False:\n",
+        "        if refusal is not None:\n",
+        "        if False:\n",
         "tests/faults/test_returning.py::"
         "test_a_process_that_wakes_up_after_it_was_replaced_changes_nothing_and_is_told",
     ),
