@@ -34,6 +34,7 @@ from pslite.node.pool import Work
 from pslite.node.postoffice import Postoffice
 from pslite.node.start import make_node, node_uid
 from pslite.testing.inproc import InprocNetwork, InprocVan
+from pslite.testing.pace import Pace
 from pslite.testing.scripts import Script, SimulatedPool, Task
 from pslite.van.faulty import FaultPlan, FaultyVan
 
@@ -61,9 +62,6 @@ class Faults(FaultPlan):
 
 #: How long a connection stays when nothing arrives on it, as with the van over TCP.
 SILENCE_S = 5.0
-
-#: How long a node that is slowed by a factor of one takes for a message.
-_MESSAGE_S = 0.001
 
 #: Settings of simulated nodes: small numbers, so that a short run exercises every rule.
 DEFAULTS: dict[str, Any] = {
@@ -122,11 +120,7 @@ class Simulation:
         #: any other event that might change it wakes the node.
         self._dues: dict[str, float] = {}
         self._vans: dict[str, FaultyVan] = {}
-        #: Node -> when it goes on, if it was stopped; inf: it is dead.
-        self._stopped: dict[str, float] = {}
-        #: Node -> how many times slower it is, until when, and when it has done its messages.
-        self._slow: dict[str, tuple[float, float]] = {}
-        self._busy: dict[str, float] = {}
+        self.pace = Pace()
         #: Called with the rank and the error of a worker whose script has failed; returns whether
         #: it will start another process, as a launcher does.
         self.launcher: Callable[[int, BaseException], bool] | None = None
@@ -166,7 +160,7 @@ class Simulation:
             self._prepare(node)
         self.nodes[uid] = node
         self._vans[uid] = van
-        for other, until in self._stopped.items():  # which can make no connection now
+        for other, until in self.pace.stopped.items():  # which can make no connection now
             if self.now < until < math.inf:
                 self.cut(self.nodes[other], node, until)
         node.begin()
@@ -224,23 +218,22 @@ class Simulation:
 
         Other nodes take no time. What it does in its pool takes ``factor`` times as long.
         """
-        self._slow[node.van.uid] = factor, until
+        self.pace.slow(node.van.uid, factor, until)
 
     def slowness(self, uid: str) -> float:
         """Return how many times slower a node is now."""
-        factor, until = self._slow.get(uid, (1.0, 0.0))
-        return factor if self.now < until else 1.0
+        return self.pace.slowness(uid, self.now)
 
     def defer(self, uid: str, work: Work) -> bool:
         """Let work of a stopped process wait until it goes on; return False if it runs."""
-        until = self._stopped.get(uid, 0.0)
-        if self.now < until < math.inf:
-            self.at(until, work)
-        return self.now < until
+        is_stopped = self.pace.is_stopped(uid, self.now)
+        if is_stopped and not self.pace.is_dead(uid):
+            self.at(self.pace.stopped[uid], work)
+        return is_stopped
 
     def kill(self, node: Postoffice) -> None:
         """End a node as if its process died: it is never stepped again."""
-        self._stopped[node.van.uid] = math.inf
+        self.pace.stopped[node.van.uid] = math.inf
         self._dues.pop(node.van.uid, None)
         node.van.close()
         for task in self._tasks:
@@ -249,18 +242,18 @@ class Simulation:
 
     def is_stopped(self, node: Postoffice) -> bool:
         """Return whether a node is dead, or stopped now."""
-        return self.now < self._stopped.get(node.van.uid, 0.0)
+        return self.pace.is_stopped(node.van.uid, self.now)
 
     def is_dead(self, node: Postoffice) -> bool:
         """Return whether a node was killed."""
-        return self._stopped.get(node.van.uid) == math.inf
+        return self.pace.is_dead(node.van.uid)
 
     def restart_scheduler(self, after_s: float = 0.0) -> None:
         """Kill the scheduler; after a while, start another process in its place."""
         self.kill(self.scheduler)
 
         def start() -> None:
-            del self._stopped[self.scheduler.van.uid]
+            del self.pace.stopped[self.scheduler.van.uid]
             self.scheduler = self._make(Role.SCHEDULER, 0)
 
         self.at(self.now + after_s, start)
@@ -290,11 +283,11 @@ class Simulation:
         the process when it goes on.
         """
         uid = node.van.uid
-        self._stopped[uid] = until
+        self.pace.stopped[uid] = until
         self._dues[uid] = until
 
         def give_up() -> None:
-            if self._stopped.get(uid) == until:  # it was not killed meanwhile
+            if self.pace.stopped.get(uid) == until:  # it was not killed meanwhile
                 for name, other in self.nodes.items():
                     if name != uid and not self.is_dead(other):
                         self.cut(node, other, until)
@@ -384,15 +377,14 @@ class Simulation:
         names = list(self._ready)
         name = names[self.random.randrange(len(names))] if len(names) > 1 else names[0]
         del self._ready[name]
-        if self._busy or self._stopped:
-            until = max(self._stopped.get(name, 0.0), self._busy.get(name, 0.0))
-            if self.now < until:
-                if until < math.inf:
-                    self._dues[name] = until
-                return
+        until = self.pace.goes_on_at(name)
+        if self.now < until:
+            if until < math.inf:
+                self._dues[name] = until
+            return
         self.steps += 1
         node = self.nodes[name]
-        if name in self._slow:
+        if self.pace.is_slow(name):
             self._step_slowly(name, node)
             return
         node.step(0.0)
@@ -403,11 +395,8 @@ class Simulation:
         counts = self._vans[name].counts
         before = counts["received"]
         node.step(0.0)
-        took_s = (counts["received"] - before) * _MESSAGE_S * self.slowness(name)
-        self._busy[name] = self.now + took_s
-        if self.now >= self._slow[name][1]:
-            del self._slow[name], self._busy[name]
-        self._dues[name] = max(node.next_due(), self._busy.get(name, 0.0))
+        free_at = self.pace.took(name, counts["received"] - before, self.now)
+        self._dues[name] = max(node.next_due(), free_at)
 
     def _next_due(self) -> float:
         due = min(self._dues.values())

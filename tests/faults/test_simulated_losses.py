@@ -412,7 +412,7 @@ def test_without_the_scheduler_who_finds_several_dead_at_one_look_names_the_firs
 ) -> None:
     """The others have lost it, said so, and ended, while one node was held up."""
     simulation = Simulation(1, 3, 2, prepare=install)
-    monkeypatch.setattr(PeerWatch, "_has_ended", lambda _, peer: peer in simulation._stopped)
+    monkeypatch.setattr(PeerWatch, "_has_ended", lambda _, peer: peer in simulation.pace.stopped)
     victim, late = (
         (simulation.workers[1], simulation.servers[1])
         if role == "worker"
@@ -424,7 +424,7 @@ def test_without_the_scheduler_who_finds_several_dead_at_one_look_names_the_firs
     simulation.at(8.0, lambda: simulation.kill(victim))
     simulation.at(8.0, lambda: hold_up(simulation, late, 12.0))
     simulation.until(lambda: len(ends.took_s) == 4, limit_s=30.0)
-    assert len(simulation._stopped) >= 4  # all the others had ended
+    assert len(simulation.pace.stopped) >= 4  # all the others had ended
     assert ends.lost == [(role, 1)] * 4
 
 

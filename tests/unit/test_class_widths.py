@@ -16,7 +16,7 @@ WIDE = {
     "Postoffice": (24, "holds every part of a node, each of which gets an Office"),
     "Links": (17, "three counters that tests and reports read, and five settings"),
     "Transfer": (16, "one request of a worker, made for each push and pull: no second object"),
-    "Simulation": (23, "a whole cluster with its clock, standbys, faults, launcher and scripts"),
+    "Simulation": (21, "a whole cluster with its clock, standbys, faults, launcher and scripts"),
     "Link": (21, "the state of one connection, from its first attempt to its end"),
     "Listener": (16, "reads one socket and its monitor, with the limits of both"),
     "ZmqVan": (23, "owns all sockets of a node, and nine settings"),
