@@ -122,14 +122,7 @@ class SchedulerControl(NodeControl):
         elif isinstance(message, BarrierEnter):
             self._enter(node, message.group, message.round, message.timeout_s, now)
         elif isinstance(message, MayReturn):
-            if role_of(node) is Role.WORKER:
-                self._seating.seats.may_return(node, yes=message.yes)
-                self._save()
-            elif message.yes:
-                self._seating.filled(node)
-            else:
-                why = "it does something that no standby repeats"
-                self._seating.dismiss(node, why, for_good=True)
+            self._seating.may_return(node, yes=message.yes)
         elif isinstance(message, BarriersReached):
             for group, round_ in zip(message.groups, message.rounds, strict=True):
                 self._release(self._barriers.reached(node, group, round_))
@@ -142,13 +135,12 @@ class SchedulerControl(NodeControl):
         if node.uid != delivery.peer or node.incarnation > delivery.incarnation:
             return
         self._seating.registers(node)
-        has_seat = office.membership.node_ids.get(node.uid) == node.node_id
-        if has_seat and node.node_id not in office.membership.vacant:
+        if office.membership.node_ids.get(node.uid) == node.node_id:
             self._seating.is_back(node, now)
             return
         if message.stands_by and self._seating.standby_is_back(node, message.attempt, now):
             return
-        if has_seat or message.attempt >= 0:
+        if message.attempt >= 0:  # a short journal does not name those that were replaced
             self._seating.turn_out(node, "it had lost the scheduler")
             return
         known = node, message.num_workers, message.num_servers, message.package

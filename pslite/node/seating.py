@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pslite.errors import ConfigError, NodeLostError, told
-from pslite.ids import NodeInfo, Role
+from pslite.ids import NodeInfo, Role, role_of
 from pslite.node.control import ControlOffice
 from pslite.node.links import Delivery
 from pslite.protocol.charter import SeatRow
@@ -53,6 +53,8 @@ class Seating:
         #: The processes that have registered at a scheduler that goes on in place of a lost one;
         #: None if this one is the first.
         self._back: set[str] | None = None
+        #: The standbys that are not needed any more and may not have ended, by uid.
+        self._released: dict[str, NodeInfo] = {}
         #: The number of messages to servers about their standbys; and the last one of each.
         self._num_told = 0
         self._told: dict[int, int] = {}
@@ -115,9 +117,18 @@ class Seating:
             office.links.send(standby.uid, StandsBy((server,), False, 0), (), 1, office.clock())
             self._tell_server(server.node_id, (standby,))
 
-    def filled(self, node_id: int) -> None:
-        """Note that a new standby could take its server's place."""
-        standby, server = self.seats.is_filled(node_id), self._office.membership.node(node_id)
+    def may_return(self, node_id: int, *, yes: bool) -> None:
+        """Note whether another process could go on in the place of a worker or a server."""
+        if role_of(node_id) is Role.WORKER:
+            self.seats.may_return(node_id, yes=yes)
+            self._save()
+        elif yes:
+            self._standby_is_ready(node_id)
+        else:
+            self.dismiss(node_id, "it does something that no standby repeats", for_good=True)
+
+    def _standby_is_ready(self, node_id: int) -> None:
+        standby, server = self.seats.filled(node_id), self._office.membership.node(node_id)
         if standby is not None and server is not None:
             self._save()
             self._filled(server)
@@ -145,9 +156,11 @@ class Seating:
             self._release(standby)
 
     def _release(self, standby: NodeInfo) -> None:
-        office = self._office
-        office.watch.forget(standby.uid)
-        office.links.send(standby.uid, StandsBy((), False, 0), (), 1, office.clock())
+        """Tell a standby that it is not needed, and watch it until it has ended."""
+        office, now = self._office, self._office.clock()
+        self._released[standby.uid] = standby
+        office.watch.add(standby.uid, now, standby)
+        office.links.send(standby.uid, StandsBy((), False, 0), (), 1, now)
 
     def standby_lost(self, peer: str, reason: str) -> bool:
         """Handle the loss of a process that has not joined; return whether it stood by."""
@@ -156,9 +169,11 @@ class Seating:
         for standby in self.seats.standbys():
             if standby.uid == peer:
                 self.dismiss(standby.node_id, f"the standby is lost: {reason}")
-                self.turn_out(standby, reason)
-                return True
-        return False
+        lost = self._released.pop(peer, None)
+        if lost is not None:
+            self._office.watch.forget(peer)
+            self.turn_out(lost, reason)  # otherwise a message to it would wait for ever
+        return lost is not None
 
     def lost(self, node_id: int, reason: str, now: float) -> bool:
         """Handle the loss of a node; return whether its seat waits for another process."""
@@ -253,10 +268,11 @@ class Seating:
             if row.standing == Standing.VACANT.name:
                 office.membership.vacate(row.node_id, row.attempt, row.reason)
                 office.watch.vacated(row.node, row.reason)
+                self.turn_out(row.node, row.reason)
         for peer in self.not_back():
             office.watch.expect(peer, now)
-        for each in seats.welcoming():
-            office.io_queue.look_after_each_step(partial(self._welcome, each.node, each.attempt))
+        for node, attempt in seats.welcoming():
+            office.io_queue.look_after_each_step(partial(self._welcome, node, attempt))
         self._timer.set(now + _LOOK_INTERVAL_S)
 
     def not_back(self) -> list[str]:

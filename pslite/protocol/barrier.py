@@ -4,6 +4,20 @@ Every node numbers its own barriers of a group, so a repeated request does not c
 the next barrier (ps-lite counts messages, ``src/van.cc``). A barrier ends with a release for all
 members, or with an error for the nodes that wait, because a member is gone or a waiting node's
 time limit has passed. The error names the missing nodes.
+
+======  ==========================================  =============================================
+state   event                                       then
+======  ==========================================  =============================================
+--      the first member enters                     open, for those that enter or have reached it
+open    the last member enters                      over: all are released
+open    a missing member is gone                    failed: those that wait get the error
+open    the time limit of one that waits is over    failed
+open    all are given up, as in a deadlock          failed
+open    the process of one that waits is lost       open, without its time limit
+failed  a missing member enters                     failed: that member gets the error, too
+failed  all missing members know it, or are gone    over: the error is forgotten
+over    a process enters in a lost one's place      over: it is released at once
+======  ==========================================  =============================================
 """
 
 from __future__ import annotations

@@ -6,6 +6,21 @@ others get free ranks in the order of registration. Host names do not matter (ps
 them). ``Membership`` is every node's view after that: the members, the epoch, and the gone nodes.
 ``LossReports`` holds what members report about others. Such a report alone does not remove a
 member.
+
+In the view of one node, another one is
+
+==============  ========================================  ========================================
+state           event                                     then
+==============  ========================================  ========================================
+present         it has said goodbye (``depart``)          leaving: it may still wait for answers
+present         it is lost for good (``depart``)          lost, which ends this node, too
+present         its process is lost (``vacate``)          vacant: its seat waits for another one
+leaving         its connection has ended (``ended``)      ended
+vacant          no process has come (``depart``)          lost
+any             another process has its seat (``seat``)   present, under the name of that process
+==============  ========================================  ========================================
+
+News of an earlier process of a seat change nothing: processes are numbered (``attempts``).
 """
 
 from __future__ import annotations

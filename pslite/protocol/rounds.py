@@ -7,7 +7,17 @@ set of ranks, not the number of requests, so a repeated message cannot complete 
 contributions in rank order, so sums repeat to the last bit.
 
 ``AsyncRounds``: every contribution is applied by itself: those of one worker in the order of their
-numbers, those of different workers in the order of arrival.
+numbers, those of different workers in the order of arrival. (Each worker has rounds of its own.)
+
+========  ============================================  ===========================================
+a round   event                                         then
+========  ============================================  ===========================================
+open      a rank contributes                            open, or complete if all ranks have
+complete  the round before is applied (``start``)       running
+running   it is applied, or has failed (``finish``)     applied; the next one may start
+open      a rank is gone without it (``abandon``)       hopeless, as all later ones; all is refused
+hopeless  another process of the rank (``returned``)    open
+========  ============================================  ===========================================
 
 In both, a contribution is (rank, round): each worker counts its own pushes of the part, from 1. A
 repeated contribution is recognized by its number and is not applied again. An early one waits if it

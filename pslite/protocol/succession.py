@@ -4,27 +4,43 @@ A seat is a role and a rank. Plans, parts and node ids name seats, so they stay 
 process takes one. The processes of a seat are numbered by attempts, from 0. This is the scheduler's
 table; ``node/seating.py`` tells it what happens and carries out what it returns.
 
-**Workers.** With ``wait_s`` 0 no worker is replaced: a loss ends the job.
+**Workers.** A worker without a process is waited for, unless ``wait_s`` is 0.
 
-===========  ===================================  ================================================
-state        event                                then
-===========  ===================================  ================================================
-TAKEN        its process is lost, and may return  VACANT, or WELCOMING a process that has asked
-TAKEN        its process is lost otherwise        the job ends
-TAKEN        a process asks for the seat          the process waits
-VACANT       a process asks for the seat          WELCOMING this process
-VACANT       none has asked within ``wait_s``     the job ends
-WELCOMING    all members know the process         TAKEN
-WELCOMING    the process is lost                  VACANT, or WELCOMING another one
-===========  ===================================  ================================================
+=================  ===================================  ==========================================
+state              event                                then
+=================  ===================================  ==========================================
+TAKEN, WELCOMING   its process is lost, may return      VACANT, or WELCOMING a process that waits
+TAKEN, WELCOMING   its process is lost otherwise        the job ends
+TAKEN, WELCOMING   another process asks for the seat    that process waits, at most ``wait_s``
+TAKEN              its process leaves                   the seat is removed
+WELCOMING          all members know its process         TAKEN
+VACANT             a process asks for the seat          WELCOMING this process
+VACANT             its process is reported lost again   VACANT, since the same time as before
+VACANT             none has asked within ``wait_s``     the job ends
+=================  ===================================  ==========================================
 
-A process may return if it has said so (``MayReturn``): it then has begun a step that another
-process can repeat. If processes of a seat are lost ``MOST_LOSSES`` times before one of them says it
-again, the job ends, since that step cannot succeed.
+A process may return if one of its seat has said so (``MayReturn``): that has begun a step that
+another process can repeat. If processes of a seat are lost ``MOST_LOSSES`` times before one of them
+says it again, the job ends, since that step cannot succeed.
 
 **Servers.** A server may have a standby, which has repeated all that it did (``replication.py``).
-If the server is lost, its seat is VACANT for no time: the standby takes it at once. Without a
-standby, or while the new process is being welcomed, a loss ends the job.
+If the server is lost, its standby takes the seat at once: WELCOMING, and then TAKEN. Without a
+standby that is ready, a loss ends the job. A standby that comes later is a spare, until the server
+has none.
+
+===============  ==================================  =============================================
+standby          event                               then
+===============  ==================================  =============================================
+none             there is a spare, the seat TAKEN    filling: the server sends the spare its state
+filling          it has the state                    ready
+ready            the server is lost                  none: it takes the seat
+none, filling    the server is lost                  the job ends
+filling, ready   it is lost, or is let go            none
+any              the server lets it go for good      none; spares are not used, or refused
+===============  ==================================  =============================================
+
+A scheduler that goes on in place of a lost one finds the same states (``resume``). The wait for a
+process in a vacant seat begins anew.
 """
 
 from __future__ import annotations
@@ -37,7 +53,7 @@ from pslite.ids import NodeInfo, Role
 from pslite.protocol.charter import SeatRow
 
 MOST_LOSSES = 3
-"""How many processes of a seat may be lost in one step."""
+"""With this many losses of a seat in one step, the job ends."""
 
 
 class Standing(enum.Enum):
@@ -56,7 +72,7 @@ class _Seat:
     standing: Standing = Standing.TAKEN
     may_return: bool = False
     num_losses: int = 0
-    """How many of its processes were lost since one said that it may return."""
+    """How many of its processes were lost since one said whether it may return."""
     vacant_since: float = 0.0
     reason: str = ""
     """Why its last process was lost."""
@@ -143,10 +159,10 @@ class Seats:
             for row in rows
         }
 
-    def welcoming(self) -> list[Succession]:
-        """Return the processes that the members are being told of."""
+    def welcoming(self) -> list[tuple[NodeInfo, int]]:
+        """Return the processes that the members are being told of, with their attempts."""
         return [
-            Succession(seat.node, seat.attempt, seat.node, seat.reason)
+            (seat.node, seat.attempt)
             for seat in self._seats.values()
             if seat.standing is Standing.WELCOMING
         ]
@@ -209,8 +225,8 @@ class Seats:
                 found.append((seat.node, seat.filling))
         return found
 
-    def is_filled(self, node_id: int) -> NodeInfo | None:
-        """Note that a server's new standby could take its place; return it."""
+    def filled(self, node_id: int) -> NodeInfo | None:
+        """Note that a server's new standby has its state; return that standby."""
         seat = self._seats.get(node_id)
         if seat is None or seat.filling is None:
             return None
@@ -230,8 +246,8 @@ class Seats:
         if seat.node.role == Role.SERVER.value:
             may_be_followed = seat.standby is not None
         else:
-            may_be_followed = bool(self.wait_s) and seat.may_return
-            may_be_followed = may_be_followed and seat.num_losses < MOST_LOSSES
+            is_hopeless = seat.num_losses >= MOST_LOSSES
+            may_be_followed = self.wait_s > 0 and seat.may_return and not is_hopeless
         if not may_be_followed:
             return False
         seat.standing, seat.vacant_since, seat.reason = Standing.VACANT, now, reason

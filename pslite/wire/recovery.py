@@ -40,7 +40,12 @@ class Seated(Message):
 
 @dataclass(slots=True, eq=False, repr=False)
 class MayReturn(Message):
-    """Whether another process could go on in the sender's place if it is lost."""
+    """Whether another process could go on in the sender's place if it is lost.
+
+    From a worker: a process that is started again, from the step that the worker has begun. From a
+    server: its new standby, which now has its state; with False no standby any more, because the
+    server does something that none repeats.
+    """
 
     yes: bool
 

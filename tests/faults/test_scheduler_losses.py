@@ -60,7 +60,7 @@ def simulation_of(journal: Path, seed: int = 1, *, shortens: bool = False, **set
     def prepare(node: Postoffice) -> None:
         install(node)
         if shortens and node.role is Role.SCHEDULER:
-            node.control._records._most_bytes = 0  # type: ignore[attr-defined]
+            shorten_always(node.control)
 
     settings.setdefault("rejoin_timeout_s", REJOIN_S)
     return Simulation(
@@ -72,6 +72,18 @@ def simulation_of(journal: Path, seed: int = 1, *, shortens: bool = False, **set
         scheduler_journal=str(journal),
         **settings,
     )
+
+
+def shorten_always(control: Any) -> None:
+    """Let a scheduler shorten its journal before each request that it records."""
+    records = control._records
+    shorten, records._most_bytes = records._shorten, 0
+
+    def shorten_again() -> None:
+        shorten()
+        records._most_bytes = 0
+
+    records._shorten = shorten_again
 
 
 @pytest.fixture
@@ -459,23 +471,26 @@ def test_a_scheduler_that_was_cut_off_from_all_for_a_short_time_goes_on(
 # -- processes that have lost their seats --------------------------------------------------
 
 
-@pytest.mark.parametrize("lost_s", [0.2, 20.0, 36.0])
-@pytest.mark.parametrize("shortens", [False, True])
-def test_the_next_scheduler_turns_a_process_out_whose_seat_another_one_has(
-    shortens: bool, lost_s: float, journal: Path
-) -> None:
-    """Worker 1 is stopped and replaced; it wakes up and asks a scheduler that never saw it."""
-    simulation = simulation_of(journal, shortens=shortens)
+def stop_worker_1(
+    simulation: Simulation, *, scheduler_lost_s: float, replaced_s: float
+) -> tuple[NodeLostError, float]:
+    """Stop worker 1 for 40 s and replace it; the error with which it ends, and when it does.
+
+    It wakes up and asks a scheduler that never saw it.
+    """
     stopped: list[Postoffice] = []
+    began_at = 0.0
 
     def stop() -> None:
+        nonlocal began_at
+        began_at = simulation.now
         stopped.append(simulation.workers[1])
-        simulation.pause(stopped[0], simulation.now + 40.0)
+        simulation.pause(stopped[0], began_at + 40.0)
         # When it wakes up, only the scheduler can tell it.
         cut = partial(simulation.cut, stopped[0], simulation.servers[0], 300.0)
-        simulation.at(simulation.now + 39.0, cut)
-        simulation.replace(1, 1.0)
-        simulation.at(simulation.now + lost_s, partial(simulation.restart_scheduler, 1.0))
+        simulation.at(began_at + 39.0, cut)
+        simulation.replace(1, replaced_s)
+        simulation.at(began_at + scheduler_lost_s, partial(simulation.restart_scheduler, 1.0))
 
     def script(node: Postoffice) -> Steps:
         yield node.ready
@@ -496,13 +511,40 @@ def test_the_next_scheduler_turns_a_process_out_whose_seat_another_one_has(
         yield 60.0
         yield node.barrier(WORKER_GROUP)
 
+    ends: list[float] = []
+
+    def look() -> None:
+        if stopped and stopped[0].error is not None:
+            ends.append(simulation.now - began_at)
+        else:
+            simulation.at(simulation.now + 0.1, look)
+
+    look()
     simulation.run(script)
-    simulation.until(lambda: stopped[0].error is not None, simulation.now + 60.0)
+    simulation.until(lambda: bool(ends), simulation.now + 60.0)
     error = stopped[0].error
     assert isinstance(error, NodeLostError)
-    assert "this one must not go on" in str(error)
     assert [node.error for node in simulation.workers] == [None, None]
     simulation.finish()
+    return error, ends[0]
+
+
+@pytest.mark.parametrize("lost_s", [0.2, 20.0, 36.0])
+@pytest.mark.parametrize("shortens", [False, True])
+def test_the_next_scheduler_turns_a_process_out_whose_seat_another_one_has(
+    shortens: bool, lost_s: float, journal: Path
+) -> None:
+    simulation = simulation_of(journal, shortens=shortens)
+    error, _ = stop_worker_1(simulation, scheduler_lost_s=lost_s, replaced_s=1.0)
+    assert "this one must not go on" in str(error)
+
+
+def test_the_next_scheduler_turns_a_process_out_whose_seat_is_still_vacant(journal: Path) -> None:
+    """No process has come in its place when it wakes up; one comes later."""
+    simulation = simulation_of(journal)
+    error, ended_s = stop_worker_1(simulation, scheduler_lost_s=20.0, replaced_s=55.0)
+    assert "this one must not go on" in str(error)
+    assert ended_s < 50.0
 
 
 # -- what is told is written ---------------------------------------------------------------

@@ -595,6 +595,28 @@ def test_a_standby_that_wakes_up_after_its_server_went_on_does_no_harm() -> None
     assert standby.finished.done() or standby.error is not None
 
 
+@pytest.mark.parametrize("server_is_first", [False, True])
+def test_no_message_waits_for_a_lost_standby(server_is_first: bool) -> None:
+    """Whether the scheduler itself sees its loss, or hears of it from the server."""
+    simulation = Simulation(1, 1, 1, prepare=install, standbys=1)
+    server, standby = simulation.servers[0], simulation.standbys[0]
+
+    def lose() -> None:
+        if server_is_first:
+            server.control.lost(standby.van.uid, "killed", simulation.now)
+        simulation.kill_standby(0)
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        yield 30.0
+        yield node.barrier(4)
+
+    simulation.at(3.0, lose)
+    simulation.run(script)
+    assert standby.van.uid not in simulation.scheduler.links.unaccepted()
+    simulation.finish()
+
+
 # -- tables, and the scheduler -----------------------------------------------------------
 
 IDS = np.array([-5, 0, 7], np.int64)

@@ -350,6 +350,28 @@ def test_a_departure_is_noted_once_and_for_members_only() -> None:
     assert membership.gone == {9: first}
 
 
+def test_a_node_that_leaves_hears_of_losses_until_it_has_ended() -> None:
+    membership = members()
+    server = ROSTER[3]
+    membership.depart(server.node_id, left=True, reason="")
+    assert membership.is_leaving(server.node_id)
+    assert (server in membership.neighbours(), server in membership.listeners()) == (False, True)
+    assert not membership.has_gone(server.uid)
+    membership.ended.add(server.node_id)
+    assert not membership.is_leaving(server.node_id)
+    assert server not in membership.listeners()
+    assert membership.has_gone(server.uid)
+
+
+def test_a_node_that_is_lost_hears_nothing_more() -> None:
+    membership = members()
+    server = ROSTER[3]
+    membership.depart(server.node_id, left=False, reason="killed")
+    assert not membership.is_leaving(server.node_id)
+    assert server not in membership.listeners()
+    assert membership.has_gone(server.uid)
+
+
 @pytest.mark.parametrize(
     ("left", "reason", "sentence"),
     [

@@ -115,6 +115,7 @@ def test_another_process_follows_one_that_is_lost_while_it_is_welcomed() -> None
     seats = begun()
     welcoming(seats)
     seats.ask(process(3), 2.0)
+    assert seats.take() == []  # the seat has a process
     seats.lost(SECOND, "killed too", 3.0)
     assert seats.take() == [Succession(process(3, 1), 2, process(2, 1), "killed too")]
 
@@ -443,6 +444,86 @@ def test_a_standby_does_not_get_the_seat_of_a_worker() -> None:
     assert seats.overdue(1.0 + WAIT_S)[0][0] == FIRST
 
 
+def test_a_server_without_a_standby_has_one_again_when_that_has_its_state() -> None:
+    seats = guarded(0)
+    seats.dismiss(SERVERS[0])
+    assert seats.offer(standby(30, 0)) is None
+    assert seats.pairs() == [(process(8, 0, "server"), standby(30, 0))]
+    assert (seats.pairs(), seats.spares()) == ([], [])
+    assert seats.standby_of(SERVERS[0]) == standby(30, 0)
+    assert seats.filled(SERVERS[0]) == standby(30, 0)
+    assert seats.filled(SERVERS[0]) is None  # that was known
+    assert seats.lost(SERVERS[0], "killed", 1.0)
+    assert seated(seats) == [(0, "server30", 1)]
+
+
+@pytest.mark.parametrize("is_being_filled", [False, True])
+def test_the_job_ends_with_a_server_whose_next_standby_lacks_its_state(
+    is_being_filled: bool,
+) -> None:
+    seats = guarded(0)
+    seats.dismiss(SERVERS[0])
+    seats.offer(standby(30, 0))
+    if is_being_filled:
+        seats.pairs()
+    assert not seats.lost(SERVERS[0], "killed", 1.0)
+    assert seats.take() == []
+
+
+def test_a_spare_is_filled_when_the_standby_before_it_is_gone() -> None:
+    seats = guarded(0)
+    for number in (30, 31):
+        assert seats.offer(standby(number, 0)) is None
+    assert seats.pairs() == []
+    assert seats.standbys() == [standby(20, 0), standby(30, 0), standby(31, 0)]
+    for before, after in ((20, 30), (30, 31)):  # the second time, one that is being filled
+        assert seats.dismiss(SERVERS[0]) == standby(before, 0)
+        assert seats.pairs() == [(process(8, 0, "server"), standby(after, 0))]
+    assert seats.spares() == []
+
+
+def test_a_spare_is_filled_once_the_former_standby_is_welcomed_as_the_server() -> None:
+    seats = guarded(0)
+    seats.offer(standby(30, 0))
+    seats.lost(SERVERS[0], "killed", 1.0)
+    assert seated(seats) == [(0, "server20", 1)]
+    assert seats.pairs() == []
+    assert seats.welcomed(SERVERS[0], 1)
+    assert seats.pairs() == [(standby(20, 0), standby(30, 0))]
+
+
+def test_a_spare_that_is_lost_stands_by_for_no_server() -> None:
+    seats = guarded(0)
+    seats.offer(standby(30, 0))
+    assert (seats.withdraw_offer("server30"), seats.withdraw_offer("server30")) == (True, False)
+    seats.dismiss(SERVERS[0])
+    assert (seats.pairs(), seats.standbys()) == ([], [])
+
+
+def test_a_server_that_does_what_no_standby_repeats_takes_none_any_more() -> None:
+    seats = guarded(0, 1)
+    seats.offer(standby(30, 0))
+    assert seats.dismiss(SERVERS[0], for_good=True) == standby(20, 0)
+    assert seats.offer(standby(31, 0)) == "server 0 takes no standby"
+    assert seats.offer(standby(32, 1)) is None
+    seats.dismiss(SERVERS[1])
+    assert seats.pairs() == [(process(9, 1, "server"), standby(32, 1))]
+
+
+@pytest.mark.parametrize("rank", [1, 7])
+def test_a_standby_of_a_server_that_has_no_seat_is_refused(rank: int) -> None:
+    seats = guarded(0)
+    assert seats.offer(standby(30, rank)) == f"server {rank} takes no standby"
+    assert (seats.standby_of(SERVERS[1]), seats.filled(SERVERS[1])) == (None, None)
+
+
+def test_a_server_that_is_still_vacant_at_the_next_scheduler_has_its_standby_to_follow() -> None:
+    seats = guarded(0)
+    seats.lost(SERVERS[0], "killed", 1.0)
+    after = resumed(seats)
+    assert seated(after) == [(0, "server20", 1)]
+
+
 def test_the_seats_of_servers_do_not_count_as_those_of_workers() -> None:
     seats = guarded(0, 1)
     seats.left(FIRST)
@@ -490,7 +571,7 @@ def test_the_next_scheduler_still_welcomes_a_process_of_which_it_cannot_know_who
     welcoming(seats)
     after = resumed(seats)
     assert after.take() == []
-    assert [(each.node, each.attempt) for each in after.welcoming()] == [(process(2, 1), 1)]
+    assert after.welcoming() == [(process(2, 1), 1)]
     assert after.is_welcoming(SECOND, 1)
     assert after.welcomed(SECOND, 1)
     assert after.welcoming() == []
@@ -524,7 +605,7 @@ def test_a_standby_that_is_being_filled_is_not_taken_for_one_that_is_full() -> N
     after = resumed(seats)
     assert after.standby_of(SERVER) == process(20, 0, "server")
     assert not resumed(seats).lost(SERVER, "killed", LATER)
-    assert after.is_filled(SERVER) == process(20, 0, "server")
+    assert after.filled(SERVER) == process(20, 0, "server")
     assert resumed(after).lost(SERVER, "killed", LATER)
 
 
