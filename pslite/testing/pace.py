@@ -1,4 +1,4 @@
-"""``Pace``: which nodes of a simulation are stopped, dead or slow, and until when. Pure."""
+"""``Pace``: which nodes of a simulation are stopped or slow, until when. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pace:
         return max(self.stopped.get(uid, 0.0), self._busy.get(uid, 0.0))
 
     def took(self, uid: str, num_messages: int, now: float) -> float:
-        """Return when a slow node will have done the messages of the step that it made now."""
+        """Return when a slow node will be done with the messages of its last step."""
         free_at = now + num_messages * _MESSAGE_S * self.slowness(uid, now)
         if now < self._slow[uid][1]:
             self._busy[uid] = free_at
