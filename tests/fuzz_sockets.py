@@ -60,7 +60,7 @@ from pslite.wire.messages import (
     StatusSurvey,
     Waiting,
 )
-from pslite.wire.recovery import MayReturn, Seated, Vacant
+from pslite.wire.recovery import MayReturn, Seated, StepRepeated, Vacant
 
 Frames = list[bytes]
 Door = tuple[str, int]
@@ -137,6 +137,7 @@ def recorded(job_id: str, receiver: int) -> list[Frames]:
         (Vacant(9, 0, "lost"), []),
         (Seated((node,), 1), []),
         (MayReturn(True), []),
+        (StepRepeated(3, 1), []),
     ]
     return [
         [encode(Envelope(job_id, 1, 77, receiver, number, 0, (), (), message)), *payload]

@@ -338,6 +338,7 @@ class ServerStores:
     def _stats(self, incoming: Incoming) -> None:
         arenas = {part.arena for part in self._parts}
         row_sizes = [part.nbytes() for part in self._rows]
+        primary = self._node.traffic.primary
         incoming.respond(
             pack(
                 {
@@ -349,6 +350,7 @@ class ServerStores:
                     "rounds": self._num_rounds,
                     **self._compression_stats(),
                     "waiting_contributions": self._plane.num_waiting,
+                    "has_standby": primary is not None and primary.is_in_sync,
                 }
             )
         )

@@ -18,7 +18,7 @@ from pslite.node.report import Reporter
 from pslite.node.same_machine import LocalPeers
 from pslite.protocol.membership import Gone, LossReports
 from pslite.wire.messages import Beat, Leave, Members
-from pslite.wire.recovery import BarriersReached, MayReturn
+from pslite.wire.recovery import BarriersReached, MayReturn, StepRepeated
 
 SCHEDULER = "scheduler"
 """The name under which every node connects to the scheduler."""
@@ -113,6 +113,11 @@ class NodeControl(abc.ABC):
         self._barrier_rounds = Counter(counts)
         reached = BarriersReached(tuple(counts), tuple(counts.values()))
         self._office.send(SCHEDULER_ID, reached)  # it may have come after the lost process
+
+    def repeats(self, step: int, loop: int) -> None:
+        message = StepRepeated(step, loop)
+        self._office.log.info(0, f"this process repeats {message.title} of the lost one")
+        self._office.send(SCHEDULER_ID, message)
 
     def say_whether_to_return(self, yes: bool) -> None:
         office = self._office

@@ -114,7 +114,7 @@ class MemberControl(NodeControl):
         elif isinstance(message, Waiting):
             self._still_waiting(message, now)
         elif isinstance(message, Vacant):
-            self._vacated(message)
+            self._vacated(message, now)
         elif isinstance(message, Seated) and len(message.node) == 1:
             self._seated(message.node[0], message.attempt, now)
         elif isinstance(message, Refused):
@@ -154,6 +154,7 @@ class MemberControl(NodeControl):
         office, membership = self._office, self._office.membership
         scheduler, *others = message.members
         self._away.found(scheduler)
+        membership.attempts[SCHEDULER_ID] = message.attempts[0]
         for node, attempt in zip(others, message.attempts[1:], strict=True):
             if node.node_id != message.node_id:
                 self._seated(node, attempt, now)
@@ -350,7 +351,7 @@ class MemberControl(NodeControl):
     def _can_ask_scheduler(self) -> bool:
         return self._office.error is None and self._scheduler_error is None
 
-    def _vacated(self, message: Vacant) -> None:
+    def _vacated(self, message: Vacant, now: float) -> None:
         """Stop using the process of a lost node; its seat waits for another one."""
         office = self._office
         self._reported.pop(message.node, None)
@@ -358,6 +359,7 @@ class MemberControl(NodeControl):
         if node is not None:
             text = f"{node.title} is lost: {message.reason}; another process may take its place"
             office.log.info(0 if office.role is Role.WORKER else 1, text)
+            office.membership.lost_time.begins(message.node, now)
             office.watch.vacated(node, message.reason)
 
     def _seated(self, node: NodeInfo, attempt: int, now: float) -> None:
@@ -368,6 +370,7 @@ class MemberControl(NodeControl):
         before = office.seat(node, attempt, now)
         if before is not None:
             is_server = node.role == Role.SERVER.value
+            office.membership.lost_time.ends(node.node_id, now)
             text = f"{node.title} has taken the place of {before.title}"
             office.log.info(0 if is_server and office.role is Role.WORKER else 1, text)
             if is_server and self._leaving:

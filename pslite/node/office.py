@@ -48,6 +48,9 @@ class Control(Protocol):
     def set_barriers(self, counts: dict[int, int]) -> None:
         """Go on after these numbers of barriers, by group. I/O thread only."""
 
+    def repeats(self, step: int, loop: int) -> None:
+        """Say which step this process repeats in place of a lost one. I/O thread only."""
+
     def say_whether_to_return(self, yes: bool) -> None:
         """Tell the scheduler whether another process could go on in this one's place.
 

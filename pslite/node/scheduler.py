@@ -44,7 +44,7 @@ from pslite.wire.messages import (
     StatusReport,
     Waiting,
 )
-from pslite.wire.recovery import BarriersReached, MayReturn, StandsBy, Vacant
+from pslite.wire.recovery import BarriersReached, MayReturn, StandsBy, StepRepeated, Vacant
 
 #: How often to check for barriers that have been open for a long time.
 _LOOK_INTERVAL_S = 0.5
@@ -123,6 +123,8 @@ class SchedulerControl(NodeControl):
             self._enter(node, message.group, message.round, message.timeout_s, now)
         elif isinstance(message, MayReturn):
             self._seating.may_return(node, yes=message.yes)
+        elif isinstance(message, StepRepeated):
+            self._seating.repeats(node, message.title, now)
         elif isinstance(message, BarriersReached):
             for group, round_ in zip(message.groups, message.rounds, strict=True):
                 self._release(self._barriers.reached(node, group, round_))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 
 from pslite.errors import NodeLostError
-from pslite.ids import NodeInfo, Role
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role
 from pslite.node.control import SCHEDULER, ControlOffice
 from pslite.wire.messages import Register
 
@@ -39,6 +39,7 @@ class SchedulerAway:
         office = self._office
         if self._since is None:
             self._since = now
+            office.membership.no_scheduler_time.begins(SCHEDULER_ID, now)
             self._patience.set(now + office.config.rejoin_timeout_s)
             self._line.set(now + office.config.report_after_s)
             office.log.info(
@@ -64,7 +65,9 @@ class SchedulerAway:
             office.watch.forget(SCHEDULER)
             office.watch.add(SCHEDULER, office.clock(), scheduler)
         if self._since is not None:
-            waited_s = office.clock() - self._since
+            now = office.clock()
+            waited_s = now - self._since
+            office.membership.no_scheduler_time.ends(SCHEDULER_ID, now)
             self.end()
             office.log.info(0, f"the scheduler is there again after {waited_s:.1f} s")
 

@@ -216,19 +216,19 @@ class Seating:
             self._seat(succession, now)
 
     def _seat(self, succession: Succession, now: float) -> None:
-        office, node, before = self._office, succession.node, succession.before
-        office.reporter.happened(f"{node.title} takes the place of {before.title}")
+        office, node = self._office, succession.node
         office.log.learn((node,))
         office.seat(node, succession.attempt, now)
         self._save()
         for member in self._others(node.node_id):
             office.send(member.node_id, Seated((node,), succession.attempt))
         self._seated(node)
-        office.io_queue.look_after_each_step(partial(self._welcome, node, succession.attempt))
+        office.io_queue.look_after_each_step(partial(self._welcome, succession))
 
-    def _welcome(self, node: NodeInfo, attempt: int) -> bool:
+    def _welcome(self, succession: Succession) -> bool:
         """Let a process join once all members know it; return whether that is over."""
-        office = self._office
+        office, node, before = self._office, succession.node, succession.before
+        attempt = succession.attempt
         if office.error is not None or not self.seats.is_welcoming(node.node_id, attempt):
             return True
         others = [member.uid for member in self._others(node.node_id)]
@@ -236,10 +236,22 @@ class Seating:
         if not (is_known and office.links.everything_accepted(others)):
             return False
         self.seats.welcomed(node.node_id, attempt)
+        who = node.title if node.role == Role.WORKER.value else f"{node.title}, the standby,"
+        place = "a lost process" if before is None else before.title
+        after_s = self.seats.since_loss_s(node.node_id, office.clock())
+        office.reporter.happened(f"{who} takes the place of {place} after {after_s:.2f} s")
         self._pair_up()
         self._save()
         self._tell_all(node.node_id)
         return True
+
+    def repeats(self, node_id: int, what: str, now: float) -> None:
+        """Note that a process that took a place has come to the step that it repeats."""
+        office = self._office
+        if self.seats.attempt(node_id):
+            title = office.membership.title(node_id)
+            after_s = self.seats.since_loss_s(node_id, now)
+            office.reporter.happened(f"{title} repeats {what}, {after_s:.2f} s after the loss")
 
     def _tell_all(self, node_id: int) -> None:
         """Tell a process that has a seat who has the others, and who is gone."""
@@ -271,8 +283,8 @@ class Seating:
                 self.turn_out(row.node, row.reason)
         for peer in self.not_back():
             office.watch.expect(peer, now)
-        for node, attempt in seats.welcoming():
-            office.io_queue.look_after_each_step(partial(self._welcome, node, attempt))
+        for each in seats.welcoming():
+            office.io_queue.look_after_each_step(partial(self._welcome, each))
         self._timer.set(now + _LOOK_INTERVAL_S)
 
     def not_back(self) -> list[str]:

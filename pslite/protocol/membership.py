@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 
 from pslite.errors import NodeLostError, UsageError
 from pslite.ids import NodeInfo, Role, role_of
+from pslite.protocol.lost_time import LostTime
 
 _SAME_ROUNDS = (
     "others wait for its next push or collective call, and all workers must make equally many "
@@ -256,6 +257,10 @@ class Membership:
     """Node id -> the van's name of the node."""
     node_ids: dict[str, int] = field(default_factory=dict)
     """The van's name of a node -> node id."""
+    lost_time: LostTime = field(default_factory=LostTime)
+    """How long this node has waited for workers and servers in place of lost ones."""
+    no_scheduler_time: LostTime = field(default_factory=LostTime)
+    """How long this node has been without a scheduler."""
 
     def begin(
         self, roster: tuple[NodeInfo, ...], epoch: int = 1, attempts: Sequence[int] = ()
@@ -267,6 +272,11 @@ class Membership:
         }
         self.uids = {node.node_id: node.uid for node in roster}
         self.node_ids = {node.uid: node.node_id for node in roster}
+
+    def num_replaced(self, role: Role) -> int:
+        """Return how many lost processes of a role were replaced. From any thread."""
+        attempts = list(self.attempts.items())
+        return sum(count for node_id, count in attempts if role_of(node_id) is role)
 
     def node(self, node_id: int) -> NodeInfo | None:
         """Return the roster's entry of a node."""

@@ -91,8 +91,8 @@ class Succession:
     node: NodeInfo
     """Its entry, with the rank of the seat."""
     attempt: int
-    before: NodeInfo
-    """The entry of the lost process."""
+    before: NodeInfo | None
+    """The entry of the lost process; None if it was lost before this scheduler began."""
     reason: str
     """Why that was lost."""
 
@@ -159,10 +159,10 @@ class Seats:
             for row in rows
         }
 
-    def welcoming(self) -> list[tuple[NodeInfo, int]]:
-        """Return the processes that the members are being told of, with their attempts."""
+    def welcoming(self) -> list[Succession]:
+        """Return the processes that the members are being told of."""
         return [
-            (seat.node, seat.attempt)
+            Succession(seat.node, seat.attempt, None, seat.reason)
             for seat in self._seats.values()
             if seat.standing is Standing.WELCOMING
         ]
@@ -333,6 +333,11 @@ class Seats:
         """Return the number of a seat's process."""
         seat = self._seats.get(node_id)
         return 0 if seat is None else seat.attempt
+
+    def since_loss_s(self, node_id: int, now: float) -> float:
+        """Return the time since a seat's last process was lost, or since ``resume``."""
+        seat = self._seats.get(node_id)
+        return 0.0 if seat is None else now - seat.vacant_since
 
     def overdue(self, now: float) -> list[tuple[int, str]]:
         """Return the seats that have been vacant for too long, with reasons."""

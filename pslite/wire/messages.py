@@ -21,6 +21,7 @@ from pslite.wire.recovery import (
     RoundRecord,
     Seated,
     StandsBy,
+    StepRepeated,
     Vacant,
 )
 
@@ -389,6 +390,7 @@ ALL_MESSAGES: dict[int, type[Message]] = {
     33: Recorded,
     34: PayloadPiece,
     35: BarriersReached,
+    36: StepRepeated,
 }
 """The messages by their numbers on the wire."""
 
@@ -399,7 +401,7 @@ _SENT_BY: list[tuple[set[str], tuple[type[Message], ...]]] = [
     ({"scheduler", "server"}, (StandsBy,)),
     ({"server"}, (RoundRecord, RequestRecord, Recorded, PayloadPiece)),
     ({"server", "worker"}, (MayReturn, BarriersReached)),
-    ({"worker"}, (Exchange, LongWait)),
+    ({"worker"}, (Exchange, LongWait, StepRepeated)),
     ({"server", "worker"}, (Register, BarrierEnter, SegmentOffer, SegmentTaken, StatusReport)),
 ]
 SENDERS = {kind: frozenset(roles) for roles, kinds in _SENT_BY for kind in kinds}

@@ -51,6 +51,20 @@ class MayReturn(Message):
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class StepRepeated(Message):
+    """The sender, in the place of a lost worker, begins the step that it repeats."""
+
+    step: Natural
+    loop: Natural
+    """The number of the step's loop, from 1."""
+
+    @property
+    def title(self) -> str:
+        """``step 17``, or ``step 3 of loop 2``."""
+        return f"step {self.step}" + (f" of loop {self.loop}" if self.loop > 1 else "")
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class BarriersReached(Message):
     """How many barriers of each group the sender has reached, for a new scheduler."""
 

@@ -133,7 +133,7 @@ class Survey(NamedTuple):
     nodes: tuple[NodeStatus, ...]
     """The scheduler, workers by rank, servers by rank."""
     events: tuple[Event, ...] = ()
-    """The last losses, and who has taken the places; the oldest first."""
+    """The last losses, who has taken the places, and what is repeated; the oldest first."""
 
 
 class ProgressSource(Protocol):

@@ -126,6 +126,13 @@ BUGS = [
         "tests/unit/pslite/node/test_turned_out.py",
     ),
     Bug(
+        "a second in which two places are vacant counts twice",
+        "pslite/protocol/lost_time.py",
+        "        if not self.places:\n",
+        "        if True:\n",
+        "tests/unit/pslite/protocol/test_lost_time.py",
+    ),
+    Bug(
         "a process that was replaced goes on without being told",
         "pslite/node/links.py",
         "        if refusal is not None:\n",

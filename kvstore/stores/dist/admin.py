@@ -310,7 +310,7 @@ class DistControl(KVStore):
         self._check()
         store: dict[str, Any] = {"keys": len(self._table.keys()), **self._exchange.counters}
         store["unfinished"] = len(self._exchange.unfinished())
-        store["replaced_workers"] = sum(self._node.membership.attempts.values())
+        store |= self._returning.losses()
         coding = self._exchange.coding
         if coding is not None:
             store["compression"] = coding.compression.statistics.plain()

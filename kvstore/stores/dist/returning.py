@@ -196,6 +196,7 @@ class Returning:
 
         def go_on() -> None:
             node.control.set_barriers(kept.barriers)
+            node.control.repeats(kept.step, kept.loop)
             node.traffic.worker.repeat()
 
         node.io_queue.call(go_on)
@@ -203,6 +204,17 @@ class Returning:
     def has_repeated(self) -> None:
         """Note that the step is repeated: from now on this process is like any other."""
         self.is_repeating = False
+
+    def losses(self) -> dict[str, Any]:
+        """Return what this worker knows of lost processes, for ``kv.stats()``."""
+        node = self._node
+        membership, now = node.membership, node.clock()
+        return {
+            **{f"replaced_{role.value}s": membership.num_replaced(role) for role in Role},
+            "waited_for_lost_s": membership.lost_time.seconds(now),
+            "without_scheduler_s": membership.no_scheduler_time.seconds(now),
+            "repeated_steps": int(node.attempt > 0 and not self.catches_up),
+        }
 
 
 # Stores may be created on any thread.

@@ -189,7 +189,15 @@ def test_parts_of_several_dtypes_may_come_together() -> None:
         "state_bytes": 0,
         "rounds": 0,
         "waiting_contributions": 0,
+        "has_standby": False,
     }
+
+
+@pytest.mark.parametrize("is_in_sync", [False, True])
+def test_a_server_says_whether_a_standby_could_take_its_place(is_in_sync: bool) -> None:
+    server = Server()
+    server._traffic.primary = SimpleNamespace(is_in_sync=is_in_sync)
+    assert server.stats()["has_standby"] is is_in_sync
 
 
 def test_a_deleted_part_is_gone_and_deleting_it_twice_is_no_error() -> None:

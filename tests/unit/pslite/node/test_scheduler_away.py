@@ -152,6 +152,17 @@ def test_it_waits_no_longer_when_a_scheduler_has_answered() -> None:
     assert len(member.errors) == 1
 
 
+def test_the_time_without_a_scheduler_is_added_up() -> None:
+    member = Member()
+    for lost_at, again_at, found_at in ((100.0, 102.0, 103.5), (110.0, 111.0, 112.0)):
+        for now in (lost_at, again_at):
+            member.until(now)
+            member.away.lost("no answer", now)
+        member.until(found_at)
+        member.away.found(SECOND)
+    assert member.office.membership.no_scheduler_time.seconds(member.now) == 5.5
+
+
 def test_an_answer_of_a_scheduler_that_was_not_awaited_is_not_logged() -> None:
     member = Member()
     member.away.found(FIRST)

@@ -40,6 +40,7 @@ class Scheduler:
         self.sent: list[tuple[Any, Message]] = []
         self.looks: list[Any] = []
         self.expected: list[str] = []
+        self.events: list[str] = []
         membership = Membership(Role.SCHEDULER)
         membership.begin(ROSTER)
         nothing = SimpleNamespace(
@@ -63,6 +64,7 @@ class Scheduler:
                 vacated=lambda *_: None,
                 expect=lambda peer, now: self.expected.append(peer),
             ),
+            reporter=SimpleNamespace(happened=self.events.append),
             log=SimpleNamespace(info=lambda *_: None, learn=lambda nodes: None),
             send=lambda node, message: self.sent.append((node, message)),
         )
@@ -84,6 +86,15 @@ def test_a_process_is_welcome_when_all_members_are_back_and_know_it() -> None:
     ((to, message),) = scheduler.sent
     assert isinstance(message, Roster)
     assert (to, message.node_id) == (SECOND.node_id, SECOND.node_id)
+    assert scheduler.events == [f"{SECOND.title} takes the place of a lost process after 0.00 s"]
+
+
+def test_only_a_process_that_has_taken_a_place_repeats_a_step() -> None:
+    scheduler = Scheduler(row(FIRST), row(SECOND, attempt=1))
+    for node in (FIRST, SECOND, SERVER):
+        scheduler.seating.repeats(node.node_id, "step 3 of loop 2", 1.5)
+    said = f"{SECOND.title} repeats step 3 of loop 2, 1.50 s after the loss"
+    assert scheduler.events == [said]
 
 
 def test_the_members_and_standbys_that_are_not_back_are_looked_for() -> None:

@@ -90,6 +90,14 @@ def test_a_vacant_seat_that_no_process_takes_ends_as_a_departure() -> None:
 # -- another process ----------------------------------------------------------------------
 
 
+def test_the_replaced_processes_of_a_role_are_counted() -> None:
+    membership = Membership(Role.WORKER)
+    membership.begin(ROSTER, attempts=(3, 2, 0, 1))  # as a process hears that joins late
+    membership.seat(NEXT, 3)
+    counts = {role: membership.num_replaced(role) for role in Role}
+    assert counts == {Role.SCHEDULER: 3, Role.WORKER: 3, Role.SERVER: 1}
+
+
 def test_another_process_has_the_entry_and_the_names_of_the_seat() -> None:
     membership = members()
     membership.vacate(SEAT, 0, "killed")

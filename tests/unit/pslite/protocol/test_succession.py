@@ -566,12 +566,22 @@ def test_the_next_scheduler_waits_anew_for_a_process_in_a_vacant_seat() -> None:
     assert after.take() == [Succession(process(2, 1), 1, process(1, 1), "killed")]
 
 
+def test_the_time_since_a_loss_is_that_of_the_last_one_or_counts_from_the_next_scheduler() -> None:
+    seats = begun()
+    welcoming(seats, now=1.0)
+    assert seats.since_loss_s(SECOND, 4.0) == 3.0
+    assert seats.lost(SECOND, "killed too", 6.0)
+    assert seats.since_loss_s(SECOND, 6.5) == 0.5
+    assert resumed(seats).since_loss_s(SECOND, LATER + 2.0) == 2.0
+    assert seats.since_loss_s(node_id(Role.WORKER, 7), 9.0) == 0.0
+
+
 def test_the_next_scheduler_still_welcomes_a_process_of_which_it_cannot_know_who_knows_it() -> None:
     seats = begun()
     welcoming(seats)
     after = resumed(seats)
     assert after.take() == []
-    assert after.welcoming() == [(process(2, 1), 1)]
+    assert after.welcoming() == [Succession(process(2, 1), 1, None, "killed")]
     assert after.is_welcoming(SECOND, 1)
     assert after.welcomed(SECOND, 1)
     assert after.welcoming() == []

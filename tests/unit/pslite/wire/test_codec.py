@@ -41,6 +41,7 @@ from pslite.wire.messages import (
     RoundWaits,
     Waiting,
 )
+from pslite.wire.recovery import StepRepeated
 
 ENVELOPE_FIELDS = 10
 WORDS = st.integers(-(2**63), 2**63 - 1)
@@ -469,6 +470,10 @@ def test_a_time_that_is_none_is_refused_on_both_sides(value: float) -> None:
     spoilt[-1] = value
     with pytest.raises(ProtocolError, match="expected a time in seconds"):
         decode([msgpack.packb(spoilt)])
+
+
+def test_a_repeated_step_is_named_with_its_loop_unless_that_is_the_first() -> None:
+    assert [StepRepeated(3, loop).title for loop in (1, 2)] == ["step 3", "step 3 of loop 2"]
 
 
 def test_what_no_receiver_would_accept_is_not_sent() -> None:
