@@ -246,6 +246,14 @@ BUGS = [
         f"{LAUNCHER}::test_a_new_standby_that_its_server_lets_go_is_not_started_again",
     ),
     Bug(
+        "a process that has run for a minute waits longer and longer for its next start",
+        "kvstore/launch/job/restarts.py",
+        "        if found.at_s - self._started.get(index, -math.inf) < timing.steady_s:\n",
+        "        if index in self._started:\n",
+        f"{LAUNCHER}::"
+        "test_each_further_pause_of_a_standby_is_twice_as_long_unless_it_ran_for_a_minute",
+    ),
+    Bug(
         "the launcher believes that a new standby could take its server's place at once",
         "kvstore/launch/job/restarts.py",
         "            self.excused.discard(index)\n        return server\n",

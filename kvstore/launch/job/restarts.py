@@ -7,6 +7,7 @@ which server.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Timing:
     worker_restart_s: float = 0.2  # before the first restart of one process; then restart_s
     restart_s: float = 1.0  # before the first restart of a job; twice as long before each further
     longest_restart_s: float = 30.0
+    steady_s: float = 60.0  # a process that has run so long is restarted as if for the first time
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ class Restarts:
         self.setbacks: dict[int, Exit] = {}
         self._last_ends: dict[int, Exit] = {}
         self._num_starts: Counter[int] = Counter()
+        #: Process -> how long its last start had to wait, and when it was.
+        self._waits: dict[int, float] = {}
+        self._started: dict[int, float] = {}
         #: Process -> when to start it.
         self.due: dict[int, float] = {}
         #: (role, rank) -> how many processes had the place before, as far as it was reported.
@@ -90,9 +95,11 @@ class Restarts:
         self._last_ends[index] = found
         if is_setback:
             self.setbacks.setdefault(index, found)
-        count = self._num_starts[index]
-        wait_s = timing.restart_s * 2 ** min(count - 1, 16) if count else 0.0
-        wait_s = max(timing.worker_restart_s, min(wait_s, timing.longest_restart_s))
+        wait_s = timing.worker_restart_s
+        if found.at_s - self._started.get(index, -math.inf) < timing.steady_s:
+            longer_s = max(timing.restart_s, 2 * self._waits[index])
+            wait_s = min(longer_s, timing.longest_restart_s)
+        self._waits[index] = wait_s
         self._num_starts[index] += 1
         self.num_left -= 1
         self.num_used += 1
@@ -114,6 +121,7 @@ class Restarts:
         due = [index for index, due_s in self.due.items() if now_s >= due_s]
         for index in due:
             del self.due[index]
+            self._started[index] = now_s
         return [Again(self._last_ends[index], self._num_starts[index]) for index in due]
 
     def returned(self, index: int) -> None:

@@ -97,16 +97,16 @@ def test_without_restarts_or_after_the_last_one_none_is_started() -> None:
     end(life)
 
 
-def test_each_further_pause_of_a_standby_is_twice_as_long() -> None:
+def test_each_further_pause_of_a_standby_is_twice_as_long_unless_it_ran_for_a_minute() -> None:
     life = job(restarts=9)
     pauses = []
-    for number in range(1, 5):
-        life.exited({STANDBY_1: -9}, 100.0 * number)
+    for now_s in (10.0, 20.0, 30.0, 40.0, 104.0, 105.0):
+        life.exited({STANDBY_1: -9}, now_s)
         assert life.due_s is not None
-        pauses.append(life.due_s - 100.0 * number)
+        pauses.append(life.due_s - now_s)
         start(life)
         life.returned(1, "standby")
-    assert pauses == [0.25, 1.0, 2.0, 4.0]
+    assert pauses == [0.25, 1.0, 2.0, 4.0, 0.25, 1.0]
 
 
 def test_workers_and_standbys_share_the_restarts() -> None:

@@ -69,17 +69,24 @@ def test_a_worker_that_fails_is_started_again_after_a_moment_and_once(status: in
 
 def test_each_further_pause_of_a_worker_is_twice_as_long_up_to_the_longest() -> None:
     life = job(restarts=7)
-    found = [fail_and_start(life, 100.0 * number) for number in range(1, 7)]
+    found = [fail_and_start(life, 10.0 * number) for number in range(1, 7)]
     assert found == [0.25, 1.0, 2.0, 4.0, 5.0, 5.0]
-    life.exited({WORKER_0: -9}, 1000.0)
-    assert life.due_s == 1000.25, "the other worker had not failed"
+    life.exited({WORKER_0: -9}, 70.0)
+    assert life.due_s == 70.25, "the other worker had not failed"
 
 
 def test_a_place_that_it_got_does_not_make_its_next_pause_shorter() -> None:
     life = job()
     fail_and_start(life, 1.0)
     life.returned(1)
-    assert fail_and_start(life, 100.0) == 1.0
+    assert fail_and_start(life, 61.0) == 1.0, "it has run for less than a minute"
+
+
+def test_after_a_worker_has_run_for_a_minute_its_pauses_begin_again() -> None:
+    life = job(restarts=5)
+    found = [fail_and_start(life, now_s) for now_s in (1.0, 2.0, 63.0, 64.0, 65.0)]
+    assert found == [0.25, 1.0, 0.25, 1.0, 2.0], "it was started at 3.0"
+    assert (life.restarts.num_left, life.restarts.num_used) == (0, 5), "all count"
 
 
 def test_two_that_fail_together_are_both_started_again() -> None:
