@@ -137,15 +137,21 @@ class Seating:
             )
 
     def dismiss(self, node_id: int, why: str, *, for_good: bool = False) -> None:
-        """Let a server go on without its standby, if it has one."""
+        """Let a server go on without its standby, if it has one.
+
+        The process ends well if that is ``for_good``, and else with an error: another one may be
+        needed.
+        """
         standby = self.seats.dismiss(node_id, for_good=for_good)
         if standby is not None:
             office = self._office
-            office.reporter.happened(
-                f"{office.membership.title(node_id)} has no standby any more: {why}"
-            )
+            sentence = f"{office.membership.title(node_id)} has no standby any more: {why}"
+            office.reporter.happened(sentence)
             self._tell_server(node_id, ())
-            self._release(standby)
+            if for_good:
+                self._release(standby)
+            else:
+                self._end_standby(standby, sentence)
             self._pair_up()
 
     def release_standbys(self) -> None:
@@ -162,6 +168,11 @@ class Seating:
         office.watch.add(standby.uid, now, standby)
         office.links.send(standby.uid, StandsBy((), False, 0), (), 1, now)
 
+    def _end_standby(self, standby: NodeInfo, sentence: str) -> None:
+        """Let a standby end with an error that has this sentence."""
+        self._office.watch.forget(standby.uid)
+        self._turn_away(standby, f"{sentence}; this process, which stood by, must end")
+
     def standby_lost(self, peer: str, reason: str) -> bool:
         """Handle the loss of a process that has not joined; return whether it stood by."""
         if self.seats.withdraw_offer(peer):
@@ -169,6 +180,7 @@ class Seating:
         for standby in self.seats.standbys():
             if standby.uid == peer:
                 self.dismiss(standby.node_id, f"the standby is lost: {reason}")
+                return True
         lost = self._released.pop(peer, None)
         if lost is not None:
             self._office.watch.forget(peer)
@@ -202,6 +214,9 @@ class Seating:
             f"{node.title} was declared lost ({reason}), and another process may have its place; "
             "this one must not go on"
         )
+        self._turn_away(node, text)
+
+    def _turn_away(self, node: NodeInfo, text: str) -> None:
         refusal = Refused(*told(NodeLostError(text, role=node.role, rank=node.rank)))
         self._office.links.send_unnumbered(node.uid, refusal)
         self._office.links.turn_out(node.uid, refusal)
@@ -315,10 +330,14 @@ class Seating:
         """Handle a standby that has lost the scheduler; return False if it is a new one."""
         office = self._office
         if all(each.uid != standby.uid for each in self.seats.standbys()):
-            if attempt >= 0:  # it has the state of a server that has let it go
-                office.links.know(standby.uid)
+            if attempt < 0:
+                return False
+            office.links.know(standby.uid)
+            if self.seats.takes_standby(standby.node_id):
+                self._end_standby(standby, "a server has let its standby go")
+            else:
                 self._release(standby)
-            return attempt >= 0
+            return True
         office.links.know(standby.uid)
         server = office.membership.node(standby.node_id)
         is_paired = all(each.uid != standby.uid for each in self.seats.spares())

@@ -201,10 +201,14 @@ class Seats:
         seat.takes_none = seat.takes_none or for_good
         return standby
 
+    def takes_standby(self, node_id: int) -> bool:
+        """Return whether this is a server that may have a standby."""
+        seat = self._seats.get(node_id)
+        return seat is not None and seat.node.role == Role.SERVER.value and not seat.takes_none
+
     def offer(self, node: NodeInfo) -> str | None:
         """Note that a process would stand by; return why it is not needed, or None."""
-        seat = self._seats.get(node.node_id)
-        if seat is None or seat.node.role != Role.SERVER.value or seat.takes_none:
+        if not self.takes_standby(node.node_id):
             return f"server {node.rank} takes no standby"
         self._spares[node.uid] = node
         return None

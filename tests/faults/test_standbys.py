@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -592,7 +593,21 @@ def test_a_standby_that_wakes_up_after_its_server_went_on_does_no_harm() -> None
     simulation.finish()
     assert set(results.values()) == {expected}
     assert standby.info is None
-    assert standby.finished.done() or standby.error is not None
+    assert "has no standby any more" in str(standby.error)
+
+
+def test_a_standby_that_its_server_cannot_reach_ends_with_an_error() -> None:
+    """So the launcher starts another one, other than when a standby is not needed any more."""
+    _, expected = without_kill(sync_script)
+    simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+    server, standby = simulation.servers[0], simulation.standbys[0]
+    cut = partial(simulation.cut, server, standby, math.inf)
+    before_step(simulation, num_steps(sync_script) // 2, cut)
+    simulation.run(slowed(sync_script(results), 1.0))
+    simulation.finish()
+    assert set(results.values()) == {expected}
+    assert isinstance(standby.error, NodeLostError)
+    assert "has no standby any more: it cannot reach it" in str(standby.error)
 
 
 @pytest.mark.parametrize("server_is_first", [False, True])

@@ -199,7 +199,7 @@ BUGS = [
     Bug(
         "a standby that was let go stands by again for the next scheduler",
         "pslite/node/seating.py",
-        "            return attempt >= 0\n        office.links.know",
+        "            return True\n        office.links.know",
         "            return False\n        office.links.know",
         f"{NODE}/test_seating_again.py",
     ),

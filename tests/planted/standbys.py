@@ -176,6 +176,13 @@ BUGS = [
         f"{FILE}::test_without_its_standby_a_lost_server_ends_the_job",
     ),
     Bug(
+        "a standby that was lost ends as one that is not needed any more",
+        "pslite/node/seating.py",
+        "            if for_good:\n                self._release(standby)\n",
+        "            if True:\n                self._release(standby)\n",
+        f"{FILE}::test_a_standby_that_its_server_cannot_reach_ends_with_an_error",
+    ),
+    Bug(
         "a server runs far ahead of its standby",
         "pslite/protocol/replication.py",
         "limit = min(self._stored, self._limit()) if self.is_crowded else self._stored\n",

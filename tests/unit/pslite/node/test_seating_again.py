@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from pslite.config import Config
 from pslite.ids import NodeInfo, Role, node_id
 from pslite.node.io_queue import Timers
@@ -12,7 +14,7 @@ from pslite.node.seating import Seating
 from pslite.protocol.charter import SeatRow
 from pslite.protocol.membership import Membership
 from pslite.wire.base import Message
-from pslite.wire.messages import Roster
+from pslite.wire.messages import Refused, Roster
 from pslite.wire.recovery import StandsBy
 
 
@@ -57,6 +59,8 @@ class Scheduler:
                 know=lambda peer: None,
                 everything_accepted=lambda peers: True,
                 send=lambda peer, message, *_: self.sent.append((peer, message)),
+                send_unnumbered=lambda peer, message: self.sent.append((peer, message)),
+                turn_out=lambda peer, refusal: None,
             ),
             watch=SimpleNamespace(
                 add=lambda *_: None,
@@ -112,10 +116,19 @@ def test_a_standby_that_is_still_one_is_told_its_server() -> None:
     assert scheduler.sent == [(STANDBY.uid, StandsBy((SERVER,), False, 0))]
 
 
-def test_a_standby_that_was_let_go_is_let_go_again_and_a_new_one_is_not_known() -> None:
-    scheduler = Scheduler(row(FIRST), row(SERVER))
+@pytest.mark.parametrize("rows", [[row(SERVER, takes_none=True)], []])
+def test_a_standby_that_was_let_go_for_good_is_let_go_again(rows: list[SeatRow]) -> None:
+    scheduler = Scheduler(row(FIRST), *rows)
     assert scheduler.seating.standby_is_back(STANDBY, 0, 1.0)
     assert scheduler.sent == [(STANDBY.uid, StandsBy((), False, 0))]
+
+
+def test_a_standby_that_was_lost_ends_with_an_error_and_a_new_one_is_not_known() -> None:
+    scheduler = Scheduler(row(FIRST), row(SERVER))
+    assert scheduler.seating.standby_is_back(STANDBY, 0, 1.0)
+    ((to, message),) = scheduler.sent
+    assert isinstance(message, Refused)
+    assert (to, message.kind) == (STANDBY.uid, "NodeLostError")
     scheduler.sent.clear()
     assert not scheduler.seating.standby_is_back(process("server", 10, 0), -1, 1.0)
     assert scheduler.sent == []
