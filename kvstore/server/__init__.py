@@ -149,10 +149,13 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
     errors = import_modules(config.server_import)
     for error in errors:
         try_to_stderr(error)
-    node = start(config, prepare=lambda node: install(node, errors), wait=False)
-    if joined_fd >= 0:
-        # Not before the I/O thread has read what a lost scheduler has written.
-        node.io_queue.call(partial(_tell_of_places, node, partial(_tell, joined_fd)))
+
+    def prepare(node: Postoffice) -> None:
+        install(node, errors)
+        if joined_fd >= 0:
+            tell_of_places(node, partial(_tell, joined_fd))
+
+    node = start(config, prepare=prepare, wait=False)
     goodbye, exit_code = True, 0
     try:
         node.finished.result()
@@ -169,7 +172,7 @@ def _serve_until_the_end(config: Config, joined_fd: int) -> int:
     return exit_code
 
 
-def _tell_of_places(node: Postoffice, tell: Callable[[str], None]) -> None:
+def tell_of_places(node: Postoffice, tell: Callable[[str], None]) -> None:
     """Tell the launcher of each process that has the place of a lost one."""
 
     def seated(member: NodeInfo) -> None:
@@ -179,7 +182,7 @@ def _tell_of_places(node: Postoffice, tell: Callable[[str], None]) -> None:
     def joined(ready: Future[NodeInfo]) -> None:
         if not ready.error():
             tell("all have joined")
-            for member in node.membership.roster:  # the place of this process, too, may be one
+            for member in node.membership.roster:
                 if node.membership.attempts.get(member.node_id, 0):
                     seated(member)
 

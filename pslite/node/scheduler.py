@@ -48,10 +48,6 @@ from pslite.wire.recovery import BarriersReached, MayReturn, StandsBy, StepRepea
 
 #: How often to check for barriers that have been open for a long time.
 _LOOK_INTERVAL_S = 0.5
-
-
-#: When to repeat to listeners what a lost scheduler may not have told: there are none yet.
-_REPEAT_S = 1.0
 #: How often to tell members that have not asked this scheduler that it is in place of a lost one.
 _GREET_INTERVAL_S = 0.1
 
@@ -95,6 +91,7 @@ class SchedulerControl(NodeControl):
         self._rendezvous.begin(now)
         self._office.io_queue.timers.every(_LOOK_INTERVAL_S, self._report_barriers)
         charter = self._records.replay(self._become, self._tell_of_deadlock, now)
+        self._goes_on(self._records.num_terms - 1)
         if charter is not None:
             self._resume(charter, now)
 
@@ -229,6 +226,17 @@ class SchedulerControl(NodeControl):
         """Write what the next scheduler must know, before others see it."""
         self._records.save()
 
+    def _goes_on(self, num_before: int) -> None:
+        """Say that this process is the scheduler now, after ``num_before`` others."""
+        if num_before > 0:
+            self._office.reporter.happened(
+                "this process goes on in the place of the lost scheduler"
+            )
+            self._office.membership.attempts[SCHEDULER_ID] = num_before
+        # A scheduler that was lost before it could write to the journal is not known here.
+        for listener in self.on_seated if self._office.config.scheduler_journal else ():
+            listener(self._node)
+
     def _resume(self, charter: Charter, now: float) -> None:
         """Go on in the place of a lost scheduler."""
         office, seating = self._office, self._seating
@@ -236,14 +244,12 @@ class SchedulerControl(NodeControl):
         self._stop_waiting()
         self._barriers.resume(charter.failed_barriers)
         office.traffic.begin_epoch(charter.epoch)
-        office.reporter.happened("this process goes on in the place of the lost scheduler")
-        office.membership.attempts[SCHEDULER_ID] = self._records.num_terms - 1
         seating.resume(charter.seats, self._records.num_terms, now)
         self._beats.set(beat_at(office.config, now))
-        for row in charter.seats:  # the lost scheduler may not have told the launcher
+        for row in charter.seats:  # the lost scheduler may not have told it
             server = office.membership.node(row.node_id)
             if row.standby is not None and server is not None:
-                office.io_queue.timers.add(now + _REPEAT_S, partial(self._filled, server))
+                self._filled(server)
         live = office.membership.live
         if not live(Role.WORKER):
             seating.release_standbys()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore import optimizer
-from kvstore.server import install
+from kvstore.server import install, tell_of_places
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP, Postoffice, Role
 from pslite.errors import ConfigError, DeadlineError, NodeLostError
@@ -53,12 +53,24 @@ def offsets(stride: int) -> list[Any]:
     return [pytest.param(each, marks=SLOW if each else (), id=str(each)) for each in range(stride)]
 
 
-def simulation_of(journal: Path, seed: int = 1, *, shortens: bool = False, **settings: Any) -> Any:
-    """A cluster whose scheduler has a new journal; it ``shortens`` that whenever it can."""
+def simulation_of(
+    journal: Path,
+    seed: int = 1,
+    *,
+    shortens: bool = False,
+    told: list[str] | None = None,
+    **settings: Any,
+) -> Any:
+    """A cluster whose scheduler has a new journal; it ``shortens`` that whenever it can.
+
+    ``told`` is what the launcher is told.
+    """
     journal.unlink(missing_ok=True)
 
     def prepare(node: Postoffice) -> None:
         install(node)
+        if told is not None and node.role is Role.SCHEDULER:
+            tell_of_places(node, told.append)
         if shortens and node.role is Role.SCHEDULER:
             shorten_always(node.control)
 
@@ -134,6 +146,25 @@ def test_the_scheduler_may_be_replaced_before_any_step_of_the_simulation(
         assert simulation.now < after_s + SOON_S, f"killed at step {at_step}"
         assert_same_seats(simulation)
         simulation.finish()
+
+
+@pytest.mark.parametrize("shortens", [False, True])
+def test_the_next_scheduler_tells_the_launcher_at_once_who_has_which_place(
+    shortens: bool, journal: Path
+) -> None:
+    told, then = list[str](), list[str]()
+    simulation = simulation_of(journal, standbys=1, shortens=shortens, told=told)
+    simulation.at(5.0, partial(simulation.kill_standby, 0))
+    simulation.at(6.0, partial(simulation.start_standby, 0))
+    simulation.at(40.0, lambda: simulation.restart(simulation.workers[1]))
+    simulation.at(60.0, simulation.restart_scheduler)
+    simulation.at(60.01, lambda: then.extend(told))
+    simulation.run(slowed(sync_script({}), 4.0))
+    simulation.finish()
+    worker = "worker 1 has its place again: 1"
+    scheduler, standby = "scheduler 0 has its place again: 1", "standby 0 has its place again"
+    first = ["scheduler 0 has its place again: 0", "all have joined", standby, worker]
+    assert then == told == [*first, "all have joined", worker, scheduler, standby]
 
 
 @pytest.mark.parametrize("after_s", [0.1, 20.0])

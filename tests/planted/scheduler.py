@@ -127,6 +127,13 @@ BUGS = [
         f"{LOSSES}::test_the_time_limit_of_a_barrier_goes_on_without_a_scheduler",
     ),
     Bug(
+        "the next scheduler does not tell the launcher which servers have standbys",
+        "pslite/node/scheduler.py",
+        "            if row.standby is not None and server is not None:\n",
+        "            if row.standby is None and server is not None:\n",
+        f"{LOSSES}::test_the_next_scheduler_tells_the_launcher_at_once_who_has_which_place",
+    ),
+    Bug(
         "a member does not ask the next scheduler again what was not answered",
         "pslite/node/member.py",
         "        office.customers.ask_again(SCHEDULER_ID)\n",
