@@ -92,6 +92,26 @@ def test_a_job_whose_scheduler_is_killed_ends_with_the_same_bits(make_job: MakeJ
     assert folders(job) == []
 
 
+def test_a_scheduler_may_be_killed_before_all_have_joined(make_job: MakeJob) -> None:
+    job = make_job(2, 1)
+    comes_late = """
+if os.environ["DMLC_TASK_ID"] == "1":
+    print("comes late", flush=True)
+    wait_for_file("go")
+kv = mx.kvstore.create("dist_sync")
+kv.barrier()
+"""
+    ended = job.launch(comes_late, "--restarts", "1")
+    ended.wait_for("comes late")
+    os.kill(job.launched("scheduler"), signal.SIGKILL)
+    ended.wait_for(re.escape(FOUND))
+    job.allow("go")
+    assert ended.wait() == 0, ended.text
+    assert said(ended)[:2] == [LOST, FOUND]
+    assert said(ended)[-1] == "the job succeeded; the scheduler was replaced 1 time"
+    assert_no_traceback(ended)
+
+
 def test_a_scheduler_may_be_killed_twice(make_job: MakeJob) -> None:
     job = make_job(2, 1)
     whole = train(make_job(2, 1))

@@ -35,10 +35,10 @@ With ``--restarts``, a worker that fails after all have joined is started again,
 scheduler for its place. If the scheduler gives it no place, it ends the job, and the worker's first
 end is the cause. If it does, that end is forgotten.
 
-A scheduler with a journal is started again, too, if a signal killed it, also while the service
-ends. It goes on from the journal. Until then, all nodes wait for it. So if no restart is left, the
-job fails: it does not go on without a scheduler. If all others end meanwhile, the scheduler has
-nothing more to do.
+A scheduler with a journal is started again, too, if a signal killed it, also before all have joined
+and while the service ends. It goes on from the journal. Until then, all nodes wait for it. So if no
+restart is left, the job fails: it does not go on without a scheduler. If all others end meanwhile,
+the scheduler has nothing more to do.
 
 With ``--standbys``, the scheduler gives the place of a lost server to its standby, which is the
 server from then on. Until the scheduler says so, the end of the server is remembered as with a
@@ -198,7 +198,8 @@ class Lifecycle:
 
         A scheduler that ends by itself reports the failure of the job.
         """
-        is_needed = self.phase in (Phase.RUNNING, Phase.DRAINING) and self._is_certain is True
+        is_draining = self.phase is Phase.DRAINING and self._joined
+        is_needed = self.phase is Phase.RUNNING or is_draining
         for index in ended:
             is_killed = self._has_journal(index) and self.exits[index].status < 0
             if is_needed and is_killed and self.restarts.num_left > 0:

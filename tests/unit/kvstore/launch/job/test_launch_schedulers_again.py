@@ -76,7 +76,8 @@ FAILS = [
     # restarts, joined, journal, status, what is said
     (3, True, True, 1, []),  # its own error is the failure of the job
     (3, True, True, 130, []),  # it was told to end
-    (3, False, True, -9, []),  # there is nothing to go on from before all have joined
+    (3, False, False, -9, []),  # there is no journal
+    (0, False, True, -9, [NONE_LEFT.format(0)]),
     (0, True, True, -9, [NONE_LEFT.format(0)]),
 ]
 
@@ -93,6 +94,35 @@ def test_where_it_is_not_started_again_the_job_fails_within_seconds(
     life.exited(dict.fromkeys((SERVER, WORKER_0, WORKER_1), -15), 15.1)
     assert (life.phase, life.failed, life.setbacks) == (Phase.ENDED, True, {})
     assert life.exits[SCHEDULER] == Exit(SCHEDULER, status, 10.0, 1)
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_scheduler_may_be_killed_before_all_have_joined(attempt: int) -> None:
+    """The next one does not know of it (0) if it was killed before it could write anything."""
+    life = job(joined=False)
+    life.returned(0, "scheduler", 0)
+    assert lose_and_start(life, 10.0) == 0.25
+    life.returned(0, "scheduler", attempt)
+    assert (life.phase, life.num_schedulers, life.setbacks) == (Phase.RUNNING, 1, {})
+    life.joined(20.0)
+    life.exited({WORKER_0: 0, WORKER_1: 0}, 30.0)
+    life.exited({SCHEDULER: 0, SERVER: 0}, 31.0)
+    assert (life.phase, life.failed, life.drain_expired) == (Phase.ENDED, False, False)
+
+
+def test_a_worker_that_fails_before_all_have_joined_is_the_cause_then() -> None:
+    life = job(joined=False)
+    lose_and_start(life, 10.0)
+    life.returned(0, "scheduler", 1)
+    assert life.exited({WORKER_0: 1}, 11.0) == []
+    assert (life.phase, life.failed, life.setbacks) == (Phase.FAILING, True, {})
+
+
+def test_a_scheduler_that_no_worker_will_join_is_not_started_again() -> None:
+    life = job(joined=False)
+    life.exited({WORKER_0: 0, WORKER_1: 0}, 10.0)
+    assert life.exited({SCHEDULER: -9}, 10.1) == []
+    assert (life.phase, life.restarts.due, life.restarts.num_left) == (Phase.FAILING, {}, 3)
 
 
 def test_without_a_journal_the_job_goes_on_without_a_scheduler() -> None:
