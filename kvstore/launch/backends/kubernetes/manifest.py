@@ -209,7 +209,10 @@ def _service(job: KubeJob, role: str, port: int) -> dict[str, Any]:
 def _indexed_job(
     job: KubeJob, spec: ProcessSpec, count: int, options: LaunchOptions
 ) -> dict[str, Any]:
-    """Return an indexed Job that never restarts a pod, since it could not rejoin."""
+    """Return an indexed Job that never restarts a pod.
+
+    Kubernetes would also restart those that end because the job has failed.
+    """
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
