@@ -18,6 +18,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -59,18 +60,15 @@ from kvstore.mxnet.fit.network import (
     describe_data,
     initial_aux,
     initial_params,
-    rescale_grad,
     shard,
     split_input_slice,
 )
-from kvstore.mxnet.fit.store import Here, OnStore, Updates, adds_all_workers, agree, opened
+from kvstore.mxnet.fit.store import OnStore, Updates, agree, opened, updates_of
 from kvstore.mxnet.fit.store import create_kvstore as _create_kvstore
 from kvstore.mxnet.io import NDArrayIter
 from kvstore.mxnet.metric import MetricLike
 from kvstore.mxnet.metric import create as create_metric
 from kvstore.optimizer import Optimizer
-from kvstore.optimizer import create as create_optimizer
-from kvstore.optimizer.scripted import check_travels
 from kvstore.stores.base import KVStore, KVStoreBase
 from kvstore.stores.samples import as_int
 from pslite.errors import ClosedError, UsageError
@@ -219,6 +217,8 @@ class FeedForward:
 
         With ``checkpoint``, a directory that all workers share, the progress is saved after each
         epoch, and a later call with it begins after the last that was saved, as with ``kv.steps``.
+        If the store updates, each batch is a step of ``kv.steps``: with ``--restarts``, a process
+        in place of a lost worker repeats one batch (``docs/recovery.md``).
 
         A store given by name is closed at the end of the call; a store that you pass stays open and
         can be used for one fit. ``work_load_list`` weighs the devices. At the end, all workers wait
@@ -247,21 +247,31 @@ class FeedForward:
         held_out = None if eval_data is None else self._samples(*checked_eval_data(eval_data))
         params, aux = self._first_values(data[0].shape[1:])
         with opened(kvstore) as store, ThreadPoolExecutor(len(slices)) as pool:
-            updates = self._updates(store)
+            self._rank = store.rank
+            updates = updates_of(
+                store, self.optimizer, self.optimizer_params, self.numpy_batch_size
+            )
             plan = self._agree(store, data, shard, checkpoint is not None, logger or _logger)
             replicas = [
                 Replica(context, self.symbol, part, params, aux)
                 for context, part in zip(self.ctx, slices, strict=True)
             ]
-            training = Training(updates, replicas, pool)
+            training = Training(updates, replicas, pool, metric, plan.num_batches)
             training.start(params)
             if self._load_states_from is not None:
                 updates.states.load_optimizer_states(self._load_states_from)
                 self._load_states_from = None
-            for epoch in self._epochs(updates, training, checkpoint):
-                order = self._order(plan, len(data[1]), epoch, shuffle)
-                progress = training.run_epoch(epoch, order, data, metric, batch_end_callback)
-                self.arg_params, self.aux_params = training.gather()
+            order_of = lru_cache(1)(partial(self._order, plan, len(data[1]), shuffle))
+            for step in self._steps(updates, training, plan.num_batches, checkpoint):
+                epoch, index = divmod(step, plan.num_batches)
+                epoch += self.begin_epoch
+                chosen = order_of(epoch)[index]
+                batch = data[0][chosen], data[1][chosen]
+                progress = training.run_batch(epoch, index, batch, batch_end_callback)
+                if progress.nbatch < progress.num_batches:
+                    continue
+                training.average()
+                self.arg_params, self.aux_params = training.to_host()
                 if held_out is not None:
                     progress = evaluation.end_epoch(
                         replicas[0], held_out, progress, eval_end_callback
@@ -413,22 +423,6 @@ class FeedForward:
         aux = self.aux_params or {}
         return Replica(self.ctx[0], self.symbol, slice(None), self.arg_params, aux)
 
-    def _updates(self, store: KVStoreBase) -> Updates:
-        """Return the ``Updates`` of a fit: on the store if it supports that, else here."""
-        self._rank = store.rank
-        if isinstance(store, KVStore) and store.is_capable(KVStore.OPTIMIZER):
-            return OnStore(store, self._make_optimizer(store))
-        return Here(store, self._make_optimizer(store))
-
-    def _make_optimizer(self, store: KVStoreBase) -> Optimizer:
-        if isinstance(self.optimizer, Optimizer):
-            return self.optimizer
-        kind = "dist_sync" if adds_all_workers(store) else store.type
-        factor = rescale_grad(kind, self.numpy_batch_size, store.num_workers)
-        made = create_optimizer(self.optimizer, **{"rescale_grad": factor, **self.optimizer_params})
-        check_travels(made)
-        return made
-
     def _agree(
         self,
         store: KVStoreBase,
@@ -443,28 +437,29 @@ class FeedForward:
         epochs = (self.begin_epoch, self.num_epoch or 0, self.epoch_size or 0)
         start = (*epochs, resumes, has_checkpoint, seed)
         described = describe_data(*data, self.numpy_batch_size)
-        plan = agree(store, described, np.array(start, np.int64), sharded_here, logger)
+        row = np.array(start, np.int64)
+        plan = agree(store, described, row, sharded_here, has_checkpoint, logger)
         return plan if self.epoch_size is None else plan._replace(num_batches=self.epoch_size)
 
-    def _epochs(
-        self, updates: Updates, training: Training, checkpoint: Prefix | None
+    def _steps(
+        self, updates: Updates, training: Training, num_batches: int, checkpoint: Prefix | None
     ) -> Iterable[int]:
-        """Return the epochs to train; load the progress of an earlier run."""
-        stop = self.num_epoch or 0
-        if checkpoint is None:
-            return range(self.begin_epoch, stop)
+        """Return the numbers of the batches to train; load an earlier run's progress."""
+        stop = max((self.num_epoch or 0) - self.begin_epoch, 0) * num_batches
         if not isinstance(updates, OnStore):
+            if checkpoint is None:
+                return range(stop)
             raise UsageError(
                 f"checkpoint needs a store that updates the weights, got {updates.store.type!r}"
             )
-        updates.store._rules_out_return("an epoch of FeedForward.fit is too much to repeat")
-        epochs = updates.store.steps(stop, training, checkpoint, every=1)
-        if epochs.first:
-            training.finish()
-            self.arg_params, self.aux_params = training.gather()
-        return epochs
+        every = 0 if checkpoint is None else num_batches
+        steps = updates.store.steps(stop, training, checkpoint, every)
+        if steps.first:
+            training.pull()
+            self.arg_params, self.aux_params = training.to_host()
+        return steps
 
-    def _order(self, plan: EpochPlan, num_samples: int, epoch: int, shuffle: bool) -> Labels:
+    def _order(self, plan: EpochPlan, num_samples: int, shuffle: bool, epoch: int) -> Labels:
         return shard(
             num_samples,
             plan.rank,

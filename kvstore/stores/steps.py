@@ -209,7 +209,8 @@ class Steps(Iterator[int]):
         if progress.num_steps > self._stop:
             raise CheckpointError(
                 f"{directory} has the progress of {progress.num_steps} steps, but stop is "
-                f"{self._stop}; pass a larger stop, or another directory"
+                f"{self._stop} (a batch is a step of a fit); pass a larger stop, or another "
+                "directory"
             )
         if self._state is None:
             return None

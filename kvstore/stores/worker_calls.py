@@ -58,9 +58,6 @@ class WorkerCalls(KVStoreBase, abc.ABC):
     def _learn_keys(self) -> None:
         """Learn the keys that the other workers have, in place of a lost worker."""
 
-    def _rules_out_return(self, why: str) -> None:
-        """Note why no other process could go on in the place of this one."""
-
     def all_reduce(
         self,
         value: Array,

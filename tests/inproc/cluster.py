@@ -101,6 +101,14 @@ class InprocCluster:
         self._killed = True
         node.close(goodbye=False)
 
+    def replace(self, worker: pslite.Postoffice) -> pslite.Postoffice:
+        """Kill a worker and start another process in its place; return that one's node."""
+        rank = self.workers.index(worker)
+        self.kill(worker)
+        self.workers[rank] = other = self._start("worker", rank)
+        other.ready.result(LIMIT_S)
+        return other
+
     def _start(self, role: str, rank: int | None) -> pslite.Postoffice:
         config = dict(self._config)
         if role == "worker" and self._machines:

@@ -141,6 +141,27 @@ BUGS = [
         "test_a_process_that_wakes_up_after_it_was_replaced_changes_nothing_and_is_told",
     ),
     Bug(
+        "all devices of a process that comes back have the arrays of the first",
+        "kvstore/mxnet/fit/loop.py",
+        'itertools.cycle(saved["aux"])',
+        'itertools.cycle(saved["aux"][:1])',
+        "tests/inproc/test_fit_returning.py",
+    ),
+    Bug(
+        "the sums of an epoch begin again in a process that comes back",
+        "kvstore/mxnet/fit/loop.py",
+        "            self._loss_sum, self._correct_count, counts = saved",
+        "            _, _, counts = saved",
+        "tests/inproc/test_fit_returning.py",
+    ),
+    Bug(
+        "a process that comes back pushes its rows of the data again",
+        "kvstore/mxnet/fit/store.py",
+        "    if isinstance(store, DistKVStore) and store.catches_up:\n",
+        "    if False:\n",
+        "tests/inproc/test_fit_returning.py",
+    ),
+    Bug(
         "a worker that ends well is started again",
         "kvstore/launch/job/lifecycle.py",
         "for index in failures:",

@@ -28,27 +28,68 @@ for step in steps:
 print("from", steps.first, "to", zlib.crc32(weights.tobytes()), flush=True)
 """
 
+FIT = """
+import zlib
+from kvstore.model import FeedForward
+
+class Softmax:
+    def init_params(self, shape, rng):
+        return {"weight": rng.normal(0, 0.1, (*shape, 3)).astype("f4")}
+
+    def init_aux_params(self, shape):
+        return {"mean": np.zeros(shape, "f4")}
+
+    def predict(self, params, x, aux):
+        scores = np.exp((x - aux["mean"]) @ params["weight"])
+        return scores / scores.sum(axis=1, keepdims=True)
+
+    def loss_and_gradients(self, params, x, y, aux):
+        aux["mean"] += 0.1 * (x.mean(axis=0) - aux["mean"])
+        wrong = self.predict(params, x, aux)
+        rows = np.arange(len(y))
+        loss, right = -np.log(wrong[rows, y]).sum(), (wrong.argmax(axis=1) == y).sum()
+        wrong[rows, y] -= 1
+        return loss, right, {"weight": (x - aux["mean"]).T @ wrong}
+
+def look(at):
+    steps.append(3 * at.epoch + at.nbatch - 1)
+    if steps[-1] == 7 and os.environ.get("DMLC_NUM_ATTEMPT") == "0":
+        print("at step 7", flush=True)
+        wait_for_file("go")
+
+rng = np.random.default_rng(1)
+x, y, steps = rng.normal(size=(48, 4)).astype("f4"), rng.integers(0, 3, 48), []
+model = FeedForward(Softmax(), num_epoch=4, numpy_batch_size=8, optimizer="adam")
+model.fit(x, y, kvstore="dist_sync", batch_end_callback=look, checkpoint=DIRECTORY)
+arrays = model.arg_params["weight"].tobytes() + model.aux_params["mean"].tobytes()
+print("from", steps[0], "to", zlib.crc32(arrays), flush=True)
+"""
+
 
 def ends(text: str) -> list[tuple[str, ...]]:
     """(rank, first step, checksum of the weights) of each worker."""
     return sorted(re.findall(r"\[worker (\d)\] from (\d+) to (\d+)", text))
 
 
-def at_step_7(job: Job, *options: str) -> tuple[str, Process]:
+def at_step_7(job: Job, script: str, *options: str) -> tuple[str, Process]:
     """The text of a whole run, and the launcher of another one that waits in step 7."""
-    whole = job.launch(TRAIN.replace("DIRECTORY", repr(str(job.directory / "whole"))))
-    ended = job.launch(TRAIN.replace("DIRECTORY", repr(str(job.directory / "ended"))), *options)
+    whole = job.launch(script.replace("DIRECTORY", repr(str(job.directory / "whole"))))
+    ended = job.launch(script.replace("DIRECTORY", repr(str(job.directory / "ended"))), *options)
     assert whole.wait() == 0, whole.text
     for number in range(2):
         ended.wait_for(rf"\[worker {number}\] at step 7")
     return whole.text, ended
 
 
+FITS = pytest.mark.slow(reason="the same in one process: tests/inproc/test_fit_returning.py")
+
+
+@pytest.mark.parametrize("script", [TRAIN, pytest.param(FIT, marks=FITS)], ids=["steps", "fit"])
 def test_a_job_without_a_server_goes_on_from_its_last_checkpoint_with_the_same_bits(
-    make_job: MakeJob,
+    make_job: MakeJob, script: str
 ) -> None:
     job = make_job(2, 2)
-    whole, ended = at_step_7(job, "--restarts", "1")
+    whole, ended = at_step_7(job, script, "--restarts", "1")
     os.kill(job.launched("server", 0), signal.SIGKILL)
     assert ended.wait() == 0, ended.text
     expected = [(rank, "6", checksum) for rank, _, checksum in ends(whole)]
@@ -60,13 +101,19 @@ def test_a_job_without_a_server_goes_on_from_its_last_checkpoint_with_the_same_b
 
 
 @pytest.mark.parametrize(
-    "rank", [0, pytest.param(1, marks=pytest.mark.slow(reason="worker 0 does more for all"))]
+    ("script", "rank"),
+    [
+        (TRAIN, 0),
+        pytest.param(TRAIN, 1, marks=pytest.mark.slow(reason="worker 0 does more for all")),
+        pytest.param(FIT, 0, marks=FITS),
+    ],
+    ids=["steps-0", "steps-1", "fit-0"],
 )
 def test_a_killed_worker_is_replaced_in_its_step_and_the_bits_are_the_same(
-    make_job: MakeJob, rank: int
+    make_job: MakeJob, script: str, rank: int
 ) -> None:
     job = make_job(2, 2)
-    whole, ended = at_step_7(job, "--restarts", "1")
+    whole, ended = at_step_7(job, script, "--restarts", "1")
     os.kill(job.launched("worker", rank), signal.SIGKILL)
     job.allow("go")
     assert ended.wait() == 0, ended.text

@@ -1,6 +1,6 @@
-"""The training loop of ``FeedForward``: devices, epochs, batches, evaluation.
+"""The training loop of ``FeedForward``: devices, batches, evaluation.
 
-``Replica`` is one device with its own copy of the parameters, ``Training`` runs epochs over several
+``Replica`` is one device with its own copy of the parameters, ``Training`` runs batches on several
 replicas, and ``Evaluation`` updates metrics. Devices compute on threads of a given pool; stores and
 callbacks are called only on the caller's thread. Nothing here uses files. Read next: ``store.py``,
 for what the store does, and ``mxnet/model.py``, which combines everything.
@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from kvstore.arrays import Array, adapter_on
 from kvstore.arrays.context import Context
+from kvstore.checkpoint.steps import state_from_bytes, state_to_bytes
+from kvstore.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 from kvstore.mxnet.fit.network import HostArray, Progress, checked_data, has_aux
 from kvstore.mxnet.fit.store import Updates
 from kvstore.mxnet.io import NDArrayIter
-from kvstore.mxnet.metric import Accuracy, BatchResult, EvalMetric
+from kvstore.mxnet.metric import Accuracy, BatchResult, CompositeEvalMetric, EvalMetric
 from kvstore.mxnet.metric.base import on_host
 from kvstore.stores.dist.progress import note_step
 from kvstore.stores.samples import as_int
@@ -120,7 +122,12 @@ class Training:
     """The training loop of one fit: its devices and the updates of their gradients."""
 
     def __init__(
-        self, updates: Updates, replicas: Sequence[Replica], pool: ThreadPoolExecutor
+        self,
+        updates: Updates,
+        replicas: Sequence[Replica],
+        pool: ThreadPoolExecutor,
+        metric: EvalMetric,
+        num_batches: int,
     ) -> None:
         self._updates = updates
         self._replicas = replicas
@@ -128,67 +135,92 @@ class Training:
         self._map: Callable[..., Iterator[Any]] = pool.map if len(replicas) > 1 else map
         self._names = list(replicas[0].params)
         self._weights = [[replica.params[name] for replica in replicas] for name in self._names]
+        self._metric = metric
+        self._num_batches = num_batches
+        self._loss_sum, self._correct_count = 0.0, 0
+        self._is_within_epoch = False
+        #: When this process ran its first batch of the epoch, and which that was.
+        self._began: tuple[float, int] | None = None
 
     def start(self, params: dict[str, HostArray]) -> None:
         """Set the values of every device to rank 0's initial values."""
         self._updates.start(self._names, [params[name] for name in self._names], self._weights)
 
-    def run_epoch(
-        self,
-        epoch: int,
-        order: Labels,
-        data: Data,
-        metric: EvalMetric,
-        callbacks: Callbacks,
-    ) -> Progress:
-        """Run one batch for each row of ``order``; return the progress at its end."""
-        began_s = time.perf_counter()
-        loss_sum, correct_count = 0.0, 0
-        num_batches, batch_size = order.shape
-        samples, labels = data
-        metric.reset()
-        for nbatch, chosen in enumerate(order, start=1):
-            result = self._step((samples[chosen], labels[chosen]), metric.needs_predictions)
-            metric.update_batch(result)
-            loss_sum += result.loss_sum
-            correct_count += result.correct_count
-            seen = nbatch * batch_size
-            progress = Progress(
-                epoch=epoch,
-                nbatch=nbatch,
-                num_batches=num_batches,
-                samples_per_s=seen / max(time.perf_counter() - began_s, 1e-9),
-                loss=loss_sum / seen,
-                accuracy=correct_count / seen,
-                eval_metric=metric,
-            )
-            call(callbacks, progress)
+    def run_batch(self, epoch: int, index: int, batch: Data, callbacks: Callbacks) -> Progress:
+        """Run the batch ``index`` of an epoch; return the progress after it."""
+        if index == 0:
+            self._metric.reset()
+            self._loss_sum, self._correct_count = 0.0, 0
+        if index == 0 or self._began is None:
+            self._began = time.perf_counter(), index
+        result = self._step(batch, self._metric.needs_predictions)
+        self._metric.update_batch(result)
+        self._loss_sum += result.loss_sum
+        self._correct_count += result.correct_count
+        nbatch, batch_size = index + 1, len(batch[1])
+        self._is_within_epoch = nbatch < self._num_batches
+        began_s, first = self._began
+        timed, seen = (nbatch - first) * batch_size, nbatch * batch_size
+        progress = Progress(
+            epoch=epoch,
+            nbatch=nbatch,
+            num_batches=self._num_batches,
+            samples_per_s=timed / max(time.perf_counter() - began_s, 1e-9),
+            loss=self._loss_sum / seen,
+            accuracy=self._correct_count / seen,
+            eval_metric=self._metric,
+        )
+        call(callbacks, progress)
         return progress
 
-    def gather(self) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
-        """Return the parameters, and the untrained arrays averaged over the devices."""
-        first = self._replicas[0]
-        aux = first.aux_to_host()
-        if len(self._replicas) > 1 and aux:
-            copies = [replica.aux_to_host() for replica in self._replicas]
-            for name, own in aux.items():
-                own[...] = np.mean([each[name] for each in copies], axis=0)
-            for replica in self._replicas:
-                replica.set_aux(aux)
-        return first.to_host(), aux
-
-    def state_dict(self) -> dict[str, HostArray]:
-        """Return what only this worker has after an epoch: its untrained arrays."""
-        return self._replicas[0].aux_to_host()
-
-    def load_state_dict(self, saved: dict[str, HostArray]) -> None:
-        """Continue with what ``state_dict`` has returned."""
+    def average(self) -> None:
+        """Let the devices go on with the mean of their untrained arrays."""
+        if len(self._replicas) == 1:
+            return
+        copies = [replica.aux_to_host() for replica in self._replicas]
+        for name, own in copies[0].items():
+            own[...] = np.mean([each[name] for each in copies], axis=0)
         for replica in self._replicas:
-            replica.set_aux(saved)
+            replica.set_aux(copies[0])
+
+    def to_host(self) -> tuple[dict[str, HostArray], dict[str, HostArray]]:
+        """Return the parameters, and the untrained arrays of the first device."""
+        return self._replicas[0].to_host(), self._replicas[0].aux_to_host()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what only this worker has between two batches."""
+        sums = [self._loss_sum, self._correct_count, counted(self._metric)]
+        return {
+            "num_batches": self._num_batches,
+            "aux": [replica.aux_to_host() for replica in self._replicas],
+            "sums": sums if self._is_within_epoch else None,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue with what ``state_dict`` has returned.
+
+        After an epoch, all devices have the same arrays, so their number may be another one.
+        """
+        if saved.get("num_batches") != self._num_batches:
+            raise CheckpointError(
+                f"the progress must be of epochs of {self._num_batches} batches, got "
+                f"{saved.get('num_batches')}; pass the data, batch size and number of workers of "
+                "the first run, or another directory"
+            )
+        for replica, aux in zip(self._replicas, itertools.cycle(saved["aux"]), strict=False):
+            replica.set_aux(aux)
+        if saved["sums"]:
+            self._loss_sum, self._correct_count, counts = saved["sums"]
+            count_on(self._metric, iter(counts))
+
+    def pull(self) -> None:
+        """Take the weights that the updates have made so far."""
+        self._updates.states.pull(self._names, out=self._weights)
 
     def finish(self) -> None:
         """Wait until every worker's last update is done, then pull the final weights."""
-        self._updates.finish(self._names, self._weights)
+        self._updates.finish()
+        self.pull()
 
     def _step(self, batch: Data, wants_predictions: bool) -> BatchResult:
         """Compute gradients on all devices, then update the whole model in one round."""
@@ -304,6 +336,26 @@ class Evaluation:
         call(callbacks, last)
         values = tuple(self.metric.get_global_name_value())
         return replace(progress, eval_accuracy=accuracy, validation=values)
+
+
+def counted(metric: EvalMetric) -> list[bytes]:
+    """Return what a metric has counted, for ``count_on``; empty if that is not plain."""
+    if isinstance(metric, CompositeEvalMetric):
+        return [each for part in metric.metrics for each in counted(part)]
+    own = {name: each for name, each in vars(metric).items() if not inspect.isroutine(each)}
+    try:
+        return [state_to_bytes(own)]
+    except (ArgumentTypeError, ArgumentValueError):
+        return [b""]
+
+
+def count_on(metric: EvalMetric, counts: Iterator[bytes]) -> None:
+    """Continue with what ``counted`` has returned for an equal metric."""
+    if isinstance(metric, CompositeEvalMetric):
+        for part in metric.metrics:
+            count_on(part, counts)
+    elif own := next(counts):
+        vars(metric).update(state_from_bytes(own))
 
 
 def call(callbacks: Callbacks, progress: Progress) -> None:

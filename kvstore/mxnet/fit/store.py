@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,11 @@ from kvstore.mxnet.fit.network import (
     check_same_start,
     is_synchronous,
     plan_epochs,
+    rescale_grad,
 )
 from kvstore.optimizer import Optimizer
+from kvstore.optimizer import create as create_optimizer
+from kvstore.optimizer.scripted import check_travels
 from kvstore.stores.base import KVStore, KVStoreBase
 from kvstore.stores.local.store import LocalKVStore
 from pslite.errors import UsageError
@@ -60,10 +64,9 @@ class OnStore:
         """Add up the gradients, update once, and write the new values into ``weights``."""
         self.store.pushpull(names, gradients, out=weights)
 
-    def finish(self, names: list[str], weights: Weights) -> None:
-        """Wait for every worker's last update and take the final weights."""
+    def finish(self) -> None:
+        """Wait for every worker's last update."""
         self.store.barrier()
-        self.store.pull(names, out=weights)
 
 
 class Here:
@@ -88,12 +91,29 @@ class Here:
             self.store.pushpull(name, gradients[index], out=gradients[index], priority=-index)
         self.states.pushpull(names, [copies[0] for copies in gradients], out=weights)
 
-    def finish(self, names: list[str], weights: Weights) -> None:
-        self.states.pull(names, out=weights)
+    def finish(self) -> None:
+        """Do nothing: the last sum needed every worker."""
 
 
 Updates = OnStore | Here
 """The place where gradients of all devices and workers become new weights."""
+
+
+def updates_of(
+    store: KVStoreBase, optimizer: str | Optimizer, numbers: Mapping[str, Any], batch_size: int
+) -> Updates:
+    """Return where a fit updates: on the store if it supports that, else here.
+
+    ``optimizer`` is ready, or the name of one with these ``numbers``.
+    """
+    if not isinstance(optimizer, Optimizer):
+        kind = "dist_sync" if adds_all_workers(store) else store.type
+        factor = rescale_grad(kind, batch_size, store.num_workers)
+        optimizer = create_optimizer(optimizer, **{"rescale_grad": factor, **numbers})
+        check_travels(optimizer)
+    if isinstance(store, KVStore) and store.is_capable(KVStore.OPTIMIZER):
+        return OnStore(store, optimizer)
+    return Here(store, optimizer)
 
 
 def check_store(kvstore: object) -> None:
@@ -127,18 +147,22 @@ def opened(kvstore: KVStoreBase | str | None) -> Iterator[KVStoreBase]:
 
 def exchange(store: KVStoreBase, mine: NDArray[np.int64]) -> NDArray[np.int64]:
     """Exchange rows: return each worker's, in rank order, after one round."""
+    from kvstore.stores.dist.store import DistKVStore, create_dist
+
+    if isinstance(store, DistKVStore):  # a store of its own: checkpoints do not have this key
+        store = create_dist("dist_sync", "dist_sync", node=store.node)
     table = np.zeros((store.num_workers, len(mine)), np.int64)
-    with new_keys():
-        store.broadcast(DATA_KEY, table, out=[table.copy()])
-    table[store.rank] = mine
     result = np.zeros_like(table)
+    with new_keys():
+        store.broadcast(DATA_KEY, table, out=[result])
+    if isinstance(store, DistKVStore) and store.catches_up:
+        return result  # the lost worker whose place this one takes has exchanged them
+    table[store.rank] = mine
     store.pushpull(DATA_KEY, [table], out=[result])
     if not np.array_equal(result[store.rank], mine):
         raise UsageError(
             "fit needs a store without an optimizer, and this store has one; create a new store"
         )
-    if isinstance(store, KVStore):
-        store.delete(DATA_KEY)
     return result
 
 
@@ -159,15 +183,17 @@ def agree(
     described: NDArray[np.int64],
     start: NDArray[np.int64],
     sharded_here: bool,
+    saves: bool,
     logger: logging.Logger,
 ) -> EpochPlan:
     """Agree on this worker's samples; a synchronous job compares all workers first.
 
     ``described`` comes from ``describe_data``; ``start`` is a row for ``check_same_start``.
-    Asynchronous workers never wait for each other's batches, so they need not agree.
+    Asynchronous workers never wait for each other's batches, so they need not agree, unless they
+    save their progress together (``saves``).
     """
     rank, num_workers = store.rank, store.num_workers
-    if num_workers > 1 and adds_all_workers(store):
+    if num_workers > 1 and (saves or adds_all_workers(store)):
         said = exchange(store, np.concatenate([described, start]))
         rows = said[:, : len(described)]
         check_same_start(said[:, len(described) :])

@@ -17,6 +17,7 @@ from kvstore.errors import ArgumentTypeError, CheckpointError
 from kvstore.kvstore import create
 from kvstore.mxnet.callback import do_checkpoint
 from kvstore.mxnet.model import FeedForward, load_checkpoint, save_checkpoint
+from kvstore.optimizer import create as create_optimizer
 from kvstore.optimizer.schedule import FactorScheduler
 from kvstore.stores.base import KVStore
 from pslite.errors import UsageError
@@ -344,6 +345,55 @@ def test_untrained_arrays_go_on_too(tmp_path: Path) -> None:
     assert made[0].aux_params is not None
     assert made[2].aux_params is not None
     assert made[2].aux_params["batches"] == made[0].aux_params["batches"] > 3
+
+
+@pytest.mark.parametrize("devices", [1, 2, 7])
+def test_untrained_arrays_go_on_with_another_number_of_devices(
+    tmp_path: Path, devices: int
+) -> None:
+    """Seven equal numbers have a mean that may be another number."""
+
+    class Seeing(LinearSoftmax):
+        def init_aux_params(self, input_shape: Any) -> dict[str, np.ndarray[Any, Any]]:
+            return {"mean": np.zeros(input_shape, np.float32)}
+
+        def loss_and_gradients(self, params: Any, x: Any, y: Any, aux: Any) -> Any:  # type: ignore[override]
+            aux["mean"] += 0.1 * x.mean(axis=0)
+            return super().loss_and_gradients(params, x, y)
+
+        def predict(self, params: Any, x: Any, aux: Any = None) -> Any:
+            return super().predict(params, x)
+
+    x, y = three_clouds()
+    ctx = [cpu(index) for index in range(7)]
+    first = FeedForward(Seeing(), ctx, 2, numpy_batch_size=16)
+    first.fit(x, y, checkpoint=tmp_path)
+    again = FeedForward(Seeing(), ctx[:devices], 2, numpy_batch_size=16)
+    again.fit(x, y, checkpoint=tmp_path)
+    assert first.aux_params is not None
+    assert again.aux_params is not None
+    assert again.aux_params["mean"].tobytes() == first.aux_params["mean"].tobytes()
+
+
+def test_progress_of_other_batches_is_refused(tmp_path: Path) -> None:
+    x, y = three_clouds()
+    model("adam", num_epoch=2).fit(x, y, checkpoint=tmp_path)
+    for batch_size, text in (
+        (20, "must be of epochs of 6 batches, got 8; pass the data, batch size"),
+        (60, r"the progress of 16 steps, but stop is 8 \(a batch is a step of a fit\)"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            model("adam", numpy_batch_size=batch_size).fit(x, y, checkpoint=tmp_path)
+
+
+def test_the_progress_of_another_loop_is_refused(tmp_path: Path) -> None:
+    x, y = three_clouds()
+    with create("local") as kv:
+        kv.init(["weight", "bias"], [np.zeros((3, 4)), np.zeros(3)])
+        kv.set_optimizer(create_optimizer("adam"))
+        list(kv.steps(3, {"weight": np.zeros(2)}, tmp_path, every=1))
+    with pytest.raises(CheckpointError, match="must be of epochs of 8 batches, got None"):
+        model("adam").fit(x, y, checkpoint=tmp_path)
 
 
 def test_a_checkpoint_that_contradicts_other_arguments_is_refused(tmp_path: Path) -> None:
