@@ -206,7 +206,7 @@ class MemberControl(NodeControl):
             office.nearby.pair(self._register.node[0], primary)
         elif traffic.standby is not None:
             self._stop_waiting()
-            office.finished.set_result(None)
+            traffic.standby.let_go()
 
     def _complete(self, message: Roster, epoch: int, now: float) -> None:
         office = self._office

@@ -167,6 +167,12 @@ class Standby:
         title = "a server" if primary is None else primary.title
         self._office.fail(ProtocolError(f"this standby of {title} cannot go on: {why}"))
 
+    def let_go(self) -> None:
+        """End: nothing is kept for the server, which may have ended and accept nothing more."""
+        if self.primary is not None:
+            self._office.links.release(self.primary.uid)
+        self._office.finished.set_result(None)
+
     # -- in its server's place ---------------------------------------------------------
 
     def take_over(self, then: Callable[[], None]) -> None:

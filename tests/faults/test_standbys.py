@@ -632,6 +632,19 @@ def test_no_message_waits_for_a_lost_standby(server_is_first: bool) -> None:
     simulation.finish()
 
 
+def test_a_standby_that_is_let_go_does_not_wait_for_its_server() -> None:
+    """The server may have ended before it has accepted that its last records are done."""
+    simulation = simulation_of(1, standbys=1)
+    server, standby = simulation.servers[0], simulation.standbys[0]
+    simulation.run(sync_script({}))
+    simulation.cut_one_way(standby, server, math.inf)
+    standby.traffic.standby._tell_now()
+    assert standby.links.unaccepted().keys() == {server.van.uid}
+    simulation.finish()
+    assert standby.finished.done() and not standby.error
+    assert not standby.links.unaccepted()
+
+
 # -- tables, and the scheduler -----------------------------------------------------------
 
 IDS = np.array([-5, 0, 7], np.int64)

@@ -304,4 +304,11 @@ BUGS = [
         "            self._undone_bytes -= self._frames[0][2]\n            break\n",
         SEEDS,
     ),
+    Bug(
+        "a standby that is let go waits until its server, which has ended, accepts a message",
+        "pslite/node/standby.py",
+        "            self._office.links.release(self.primary.uid)\n",
+        "            pass\n",
+        f"{FILE}::test_a_standby_that_is_let_go_does_not_wait_for_its_server",
+    ),
 ]
