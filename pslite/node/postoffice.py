@@ -407,6 +407,8 @@ class Postoffice:
                 self.nearby.arrived(peer, node, message)
             elif node is None:
                 self.admission.keep(delivery)
+            elif self.error is not None and self.role is Role.SERVER and self.config.standbys:
+                return  # workers ask the next process again, or hear from others why the job ends
             elif isinstance(message, Request):
                 self.customers.request_arrived(node, message, frames, now, is_lent=delivery.is_lent)
             elif isinstance(message, Response):

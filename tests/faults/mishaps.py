@@ -73,6 +73,8 @@ class Mishaps:
         self.over_at = 0.0
         #: When the last one is over of those that may cost a process its seat.
         self._calm_at = 0.0
+        #: When the next scheduler begins, which decides what the last one has not.
+        self._scheduler_until = 0.0
         #: The seat that was lost and that no process can take, if there is one.
         self.hopeless = ""
         self._acts: dict[str, Callable[[], bool]] = {
@@ -149,7 +151,8 @@ class Mishaps:
         until = self._simulation.now + seconds
         self.over_at = max(self.over_at, until)
         if is_loss:
-            self._calm_at = max(self._calm_at, until + _DECISION_S)
+            decided_at = max(until, self._scheduler_until) + _DECISION_S
+            self._calm_at = max(self._calm_at, decided_at)
         return until
 
     # -- who can be lost ---------------------------------------------------------------
@@ -323,7 +326,7 @@ class Mishaps:
             return False
         after_s = chance.choice([chance.uniform(0.02, 0.5), chance.uniform(0.5, 12.0)])
         simulation.restart_scheduler(after_s)
-        self._lasts(after_s)
+        self._scheduler_until = self._lasts(after_s, is_loss=simulation.now < self._calm_at)
         return True
 
     # -- what costs no process its seat --------------------------------------------------------

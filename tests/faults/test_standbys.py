@@ -556,6 +556,28 @@ def test_a_server_that_wakes_up_after_its_standby_took_over_changes_nothing(name
         simulation.finish()
 
 
+def test_a_server_that_has_lost_its_place_answers_nothing() -> None:
+    """A worker that has not heard of it yet would take the error for an answer."""
+    simulation = simulation_of(1, standbys=1)
+    scheduler, server, worker = simulation.scheduler, simulation.servers[0], simulation.workers[0]
+    asked_at: list[float] = []
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        if node is worker:
+            yield 8.5 - simulation.now
+            asked_at.append(simulation.now)
+            assert server.error is not None and not any(node.membership.attempts.values())
+        yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=0.1))
+
+    simulation.at(2.0, partial(simulation.cut, server, scheduler, 7.7))
+    simulation.at(6.0, partial(simulation.cut_one_way, scheduler, worker, 9.0))
+    simulation.run(script)
+    assert asked_at == [8.5]
+    simulation.finish()
+
+
 def test_a_standby_does_not_hear_its_server_after_it_has_taken_the_seat() -> None:
     """What arrives from it later is neither stored nor done."""
     simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
