@@ -114,7 +114,7 @@ class ServerStores:
         self._ranks = tuple(range(config.num_workers))
         self._stores: dict[int, StoreState] = {}
         self._num_rounds = 0
-        #: Worker -> the step that another process would have to repeat (``stores/dist/returning``).
+        #: Worker -> the step that another process would have to repeat (``dist/kept_steps.py``).
         self._kept_steps: dict[int, tuple[bytes, list[bytes]]] = {}
         self._plane = ServerPlane(
             self,

@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 
 class StepKeeper(Protocol):
-    """Keeps what another process needs to repeat a step: ``stores/dist/returning.py``."""
+    """Keeps what another process needs to repeat a step (``dist/kept_steps.py``)."""
 
     @property
     def found(self) -> Future[Any]:

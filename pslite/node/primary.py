@@ -3,7 +3,8 @@
 ``protocol/replication.py`` has the rules. A server with a standby adds up the contributions of a
 round first, and sends their sum as a record, while it applies it. It answers the workers when both
 are done. So the standby costs the network one sum for each round, however many workers there are.
-Read next: ``standby.py``.
+A standby that falls behind slows its server down. If the standby is lost, the server goes on alone;
+it fills the next one with its state. Read next: ``standby.py``.
 """
 
 from __future__ import annotations

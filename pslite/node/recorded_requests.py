@@ -1,4 +1,4 @@
-"""``RecordedRequests``: carries out each request of an app on the scheduler once.
+"""Carries out each request once, also if the scheduler is restarted meanwhile.
 
 It records a request before it carries it out. Another process that goes on as the scheduler carries
 out all recorded requests again, in their order, and so comes to the same state. Then the nodes ask

@@ -1,4 +1,4 @@
-"""``SchedulerJournal``: a file from which another scheduler can go on.
+"""``SchedulerJournal``: the file on disk from which a restarted scheduler goes on.
 
 The file (PS_SCHEDULER_JOURNAL) is on the scheduler's machine, on which it is started again. A
 record is in the system's hands when ``append`` returns, so it outlives the process. One process at

@@ -1,6 +1,7 @@
-"""``SchedulerRecords``: what a scheduler writes for the next one (I/O thread).
+"""When the scheduler writes to its journal, and how it goes on from it.
 
-``protocol/charter.py`` says what and when. Read next: ``scheduler_journal.py``.
+``protocol/charter.py`` says what is written. On the I/O thread. Read next: ``scheduler_journal.py``
+for the file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``Standby``: a copy of a server (I/O thread).
 
 It does what the records of its server (``primary.py``) say. It has not joined the cluster: it knows
-the scheduler and its server, and no worker knows it. It joins when it takes the seat of its server,
-which it has stopped hearing by then. Read next: ``node/seating.py`` for how a seat passes on.
+the scheduler and its server, and no worker knows it. It joins when it takes the seat of its server.
+By then it no longer takes messages from it. Read next: ``node/seating.py``, how a seat passes on.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Standby:
         self._office.fail(ProtocolError(f"this standby of {title} cannot go on: {why}"))
 
     def let_go(self) -> None:
-        """End: nothing is kept for the server, which may have ended and accept nothing more."""
+        """End, and keep nothing for the server, which may have ended, too."""
         if self.primary is not None:
             self._office.links.release(self.primary.uid)
         self._office.finished.set_result(None)

@@ -1,4 +1,4 @@
-"""``Charter``: what the scheduler after a lost one must know. Pure.
+"""``Charter``: what a restarted scheduler must know of its job. Pure.
 
 The scheduler keeps a journal: its charter whenever that changes, and the requests of apps that it
 has begun to carry out. It writes both before others can see what follows from them. A process that

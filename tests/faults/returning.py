@@ -20,7 +20,7 @@ import numpy as np
 from kvstore import RowSparseArray, optimizer
 from kvstore.server import install
 from kvstore.stores.arguments_sparse import check_wanted
-from kvstore.stores.dist.returning import Returning, returning_of
+from kvstore.stores.dist.kept_steps import Returning, returning_of
 from kvstore.stores.dist.store import create_dist
 from pslite import WORKER_GROUP, Postoffice, Role
 from pslite.errors import NodeLostError

@@ -92,7 +92,7 @@ BUGS = [
     ),
     Bug(
         "a process that comes back numbers its barriers from one",
-        "kvstore/stores/dist/returning.py",
+        "kvstore/stores/dist/kept_steps.py",
         "            node.control.set_barriers(kept.barriers)\n",
         "            node.control.set_barriers({})\n",
         INSTANTS,

@@ -1,7 +1,7 @@
 """Explanations of why ``ssh`` or its remote command failed, and what to do. Pure.
 
 Each explanation is one sentence, made from ssh's error output and exit code. ``ssh_command.py``
-builds the command itself.
+builds the command itself, and ``ssh.py`` notices that it failed. It is not tried again.
 """
 
 from __future__ import annotations

@@ -47,13 +47,13 @@ from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.arguments import KeyTable, checked_timeout, normalise_keys, single_key
 from kvstore.stores.base import CompressionParams, KeyInfo, KVStore, Path
 from kvstore.stores.dist.checkpoint import DistFiles
-from kvstore.stores.dist.collective import DistOptimizer, JointCalls
 from kvstore.stores.dist.compression import DistCompression
 from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import InFlight
+from kvstore.stores.dist.joint_calls import DistOptimizer, JointCalls
+from kvstore.stores.dist.kept_steps import Returning, returning_of
 from kvstore.stores.dist.node import Waiter
 from kvstore.stores.dist.progress import progress_of
-from kvstore.stores.dist.returning import Returning, returning_of
 from kvstore.stores.dist.transfer import DenseExchange
 from kvstore.stores.steps import StepKeeper
 from pslite import WORKER_GROUP, Future, Postoffice

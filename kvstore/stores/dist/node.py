@@ -1,4 +1,4 @@
-"""The node of this process, made from DMLC_* and shared by all stores in it.
+"""The node of this process, which all its stores share, and how callers wait for it.
 
 A process has one such node because it has one environment. The node joins the cluster when the
 first distributed store is created and leaves when the interpreter ends, so that a notebook can

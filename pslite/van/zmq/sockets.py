@@ -1,7 +1,8 @@
 """ZeroMQ sockets of both ends of the van over TCP: options, monitors, frames.
 
-The manual page ``zmq_setsockopt`` (libzmq 4.3.5) describes the options. Runs on the owner's thread.
-Read next: ``listener.py``.
+The manual page ``zmq_setsockopt`` (libzmq 4.3.5) describes the options; ``van.py`` has those that
+all sockets share, such as marks and heartbeats. Runs on the owner's thread. Read next:
+``listener.py``.
 
 A thread of pyzmq (``zmq.utils.garbage``) frees the frames that were sent without a copy. It ends in
 an exit handler, and exit handlers run in the reverse order of their registration. pyzmq registers

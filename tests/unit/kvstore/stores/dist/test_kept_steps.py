@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.protocol.requests import pack, unpack
-from kvstore.stores.dist.returning import KeptStep, packed, unpacked
+from kvstore.stores.dist.kept_steps import KeptStep, packed, unpacked
 from pslite.errors import ProtocolError, UsageError
 
 NUMBER = st.integers(0, 5)

@@ -1,4 +1,4 @@
-"""Calls that all workers of a store make together.
+"""Calls that all workers of a store make together, and the optimizer as one worker sees it.
 
 Every worker numbers its joint calls. When all workers have made a call, the directory
 (``server/joint_calls.py``) has the deciding rank carry it out, and sends the result to the others.
@@ -91,7 +91,7 @@ _READ_BACK_TRIES = 20
 
 
 class Repeats(Protocol):
-    """Whether this process repeats calls of a lost one (``returning.py``)."""
+    """Whether this process repeats calls of a lost one (``kept_steps.py``)."""
 
     is_repeating: bool
     catches_up: bool

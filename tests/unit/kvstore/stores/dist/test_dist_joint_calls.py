@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.arrays.keys import Key
-from kvstore.stores.dist.collective import JointCalls
+from kvstore.stores.dist.joint_calls import JointCalls
 from pslite import Future
 from pslite.errors import ClosedError
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvstore.protocol.requests import STORE_APP, StoreCall, pack, unpack
-from kvstore.stores.dist.collective import DistOptimizer, JointCalls
+from kvstore.stores.dist.joint_calls import DistOptimizer, JointCalls
 from pslite import Communicator, Future, Postoffice, Role
 from pslite.errors import UsageError, unexpected
 from pslite.future import completed
