@@ -1,4 +1,4 @@
-"""Calls that all workers of a store make together, and the optimizer as one worker sees it.
+"""Calls that all workers of a store make together, and its optimizer.
 
 Every worker numbers its joint calls. When all workers have made a call, the directory
 (``server/joint_calls.py``) has the deciding rank carry it out, and sends the result to the others.

@@ -1,4 +1,4 @@
-"""The node of this process, which all its stores share, and how callers wait for it.
+"""The node that all stores of this process share, and how callers wait.
 
 A process has one such node because it has one environment. The node joins the cluster when the
 first distributed store is created and leaves when the interpreter ends, so that a notebook can
