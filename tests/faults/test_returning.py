@@ -14,8 +14,9 @@ import pytest
 
 from kvstore import optimizer
 from kvstore.stores.dist.store import create_dist
-from pslite import Postoffice
+from pslite import WORKER_GROUP, Postoffice
 from pslite.errors import ConfigError, NodeLostError
+from pslite.future import gather
 from pslite.ids import Role
 from pslite.testing.simulator import Simulation
 from tests.faults import returning
@@ -292,6 +293,40 @@ def test_a_push_before_the_step_is_an_error_in_the_process_that_comes_back() -> 
     simulation.run(script)
     (text,) = errors
     assert "has not come to its step yet, so it must not push" in text
+
+
+def test_a_barrier_that_is_entered_before_the_step_is_kept_is_entered_again() -> None:
+    """The step is kept late, as the pushes before it must arrive first."""
+    simulation, kept_barriers = simulation_of(1), []
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        store = create_dist("dist_async", "dist_async", node=node)
+        keeper = returning_of(node)
+        kept = yield keeper.found
+        yield store.set_optimizer_async(optimizer.create("count"))
+        yield store.init_async("w", np.zeros(3))
+        if kept is None:
+            loop = keeper.begin_loop()
+            yield begin(keeper, loop, 0, b"", None)
+            if node.rank == 1:
+                (server,) = simulation.servers
+                simulation.cut_one_way(node, server, simulation.now + 2.0)
+            pushed = store.push_async("w", np.ones(3))
+            begun = begin(keeper, loop, 1, b"", None)
+            yield node.barrier(WORKER_GROUP)
+            assert node.rank == 0 or not begun.done()
+            yield gather([begun, pushed])
+            if node.rank == 1:
+                simulation.restart(node, 0.1)
+                yield 1.0
+        else:
+            kept_barriers.append(kept.barriers)
+            begin(keeper, keeper.begin_loop(), 1, b"", kept)
+            yield node.barrier(WORKER_GROUP)
+
+    simulation.run(script)
+    assert kept_barriers == [{}]
 
 
 def test_a_process_too_many_is_told_after_a_while_that_no_place_is_free() -> None:

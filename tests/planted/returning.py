@@ -168,4 +168,12 @@ BUGS = [
         "for index in statuses:",
         "tests/unit/kvstore/launch/job/test_launch_returns.py",
     ),
+    Bug(
+        "a step is kept with the barriers that were entered after it had begun",
+        "kvstore/stores/dist/kept_steps.py",
+        'KeptStep(loop, step, counts, barriers, calls, b"")',
+        'KeptStep(loop, step, counts, node.control.barriers(), calls, b"")',
+        "tests/faults/test_returning.py::"
+        "test_a_barrier_that_is_entered_before_the_step_is_kept_is_entered_again",
+    ),
 ]

@@ -126,6 +126,9 @@ class Returning:
             number: (joint.count, self._optimizers[number].num_calls)
             for number, joint in list(self._joint_calls.items())
         }
+        barriers: dict[int, int] = {}
+        # Now, as the script may enter the next one before its pushes have arrived.
+        node.io_queue.call(lambda: barriers.update(node.control.barriers()))
 
         def note(counts: dict[int, int] | None) -> Future[Any]:
             if counts is None:
@@ -135,7 +138,7 @@ class Returning:
             if self._has_said and any(n > last.get(part, 0) + 1 for part, n in counts.items()):
                 self.rules_out("a step has pushed a key more than once")
                 return completed(None)
-            kept = KeptStep(loop, step, counts, node.control.barriers(), calls, b"")
+            kept = KeptStep(loop, step, counts, barriers, calls, b"")
             asked = node.request(
                 [self._server],
                 STORE_APP,
