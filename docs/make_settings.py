@@ -44,8 +44,8 @@ LAUNCHER = """\
 ## Read by the launcher
 
 `kvstore-launch` reads these from its own environment. For every process of a job it sets
-`DMLC_JOB_CLUSTER` to the launcher's name (`local`, `ssh`, ...), for scripts that need it; with
-`--restarts` it sets `DMLC_NUM_ATTEMPT` to 0, and to 1, 2, ... when it starts the job again.
+`DMLC_JOB_CLUSTER` to the launcher's name (`local`, `ssh`, ...), for scripts that need it, and
+`DMLC_NUM_ATTEMPT` to 0, and to 1, 2, ... when it starts the job, or this process, again.
 
 | variable | default | meaning |
 | --- | --- | --- |

@@ -116,7 +116,7 @@ def pack_state(state: Any) -> tuple[bytes, list[Any]]:
             try:
                 pack_object(_with_marks(value))
             except (ArgumentTypeError, ArgumentValueError) as error:
-                raise type(error)(f"state[{key!r}]: {error}") from None
+                raise type(error)(f"state[{key!r}] cannot be saved: {error}") from None
         raise
 
 

@@ -3,7 +3,7 @@
 This module is pure: it turns options and facts into a list of :class:`ProcessSpec`, and neither
 starts nor reads anything. The variables are those of ps-lite (``DMLC_*``) plus ``PS_JOB_ID``,
 ``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. With ``--restarts``
-there are ``PS_REJOIN_TIMEOUT`` and ``DMLC_NUM_ATTEMPT`` too, the latter as in dmlc-core
+there is ``PS_REJOIN_TIMEOUT``, too. ``DMLC_NUM_ATTEMPT`` is as in dmlc-core
 (tracker/dmlc_tracker/local.py), and the scheduler has ``PS_SCHEDULER_JOURNAL``. With ``--standbys``
 all get ``PS_STANDBYS``, and a standby has the variables of its server and ``PS_STANDS_BY``. Read
 ``launch/job/supervisor.py`` next, which starts these processes.
@@ -207,10 +207,9 @@ def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
         "DMLC_NUM_WORKER": str(options.num_workers),
         "DMLC_NUM_SERVER": str(options.num_servers),
         "DMLC_JOB_CLUSTER": options.launcher,
+        "DMLC_NUM_ATTEMPT": str(facts.attempt),
         "PS_JOB_ID": facts.job_id,
     }
-    if options.restarts or facts.attempt:
-        job["DMLC_NUM_ATTEMPT"] = str(facts.attempt)
     if options.standbys:
         job["PS_STANDBYS"] = str(options.standbys)
     if facts.key_file is not None:

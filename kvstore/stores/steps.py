@@ -9,7 +9,6 @@ next: ``checkpoint/steps.py`` for the files.
 from __future__ import annotations
 
 import json
-import logging
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -39,8 +38,6 @@ from kvstore.errors import (
 from kvstore.stores.plugin import Path
 from pslite.errors import PSError
 from pslite.future import Future
-
-_logger = logging.getLogger(__name__)
 
 
 class StepKeeper(Protocol):
@@ -77,6 +74,7 @@ class SavesSteps(Protocol):
     def load_checkpoint(self, directory: Path) -> None: ...
     def _wait(self, future: Future[Any]) -> Any: ...
     def _learn_keys(self) -> None: ...
+    def _log_progress(self, text: str) -> None: ...
     def _agree(self, name: str, prepare: Callable[[], Any], act: Callable[[], str]) -> Any: ...
 
 
@@ -146,7 +144,11 @@ class Steps(Iterator[int]):
             if self._state is not None and self._repeated.state:
                 self._state.load_state_dict(state_from_bytes(self._repeated.state))
             return int(self._repeated.step)
-        return 0 if self._directory is None else self._restore(self._directory)
+        if self._directory is not None:
+            return self._restore(self._directory)
+        if self._state is not None:
+            pack_state(self._state.state_dict())  # errors do not depend on settings
+        return 0
 
     def _keep(self, keeper: StepKeeper) -> None:
         """Keep what the next step begins with, or begin the one that was kept."""
@@ -190,13 +192,16 @@ class Steps(Iterator[int]):
         read = _named_error(store, self._read)
         state, _ = store._agree(f"steps, from {latest}", lambda: read(directory, progress), str)
         if found is None:
+            if store.rank == 0:
+                store._log_progress(f"nothing is saved in {directory} yet: beginning with step 0")
             return 0
         store.load_checkpoint(latest)
         if self._state is not None:
             self._state.load_state_dict(state)
         if store.rank == 0:
-            of = f"{progress.num_steps} of {self._stop}"
-            _logger.info("going on after step %s, with the checkpoint %s", of, latest)
+            store._log_progress(
+                f"going on with step {progress.num_steps} of {self._stop}, from {latest}"
+            )
         return progress.num_steps
 
     def _read(self, directory: pathlib.Path, progress: SavedSteps) -> Any:

@@ -8,6 +8,7 @@ any library to NumPy, and waits for the result. It runs on the caller's thread.
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,10 @@ class WorkerCalls(KVStoreBase, abc.ABC):
 
     def _learn_keys(self) -> None:
         """Learn the keys that the other workers have, in place of a lost worker."""
+
+    def _log_progress(self, text: str) -> None:
+        """Write a line to the log."""
+        logging.getLogger("kvstore").info(text)
 
     def all_reduce(
         self,

@@ -20,7 +20,7 @@ state = {"draws": np.random.default_rng(kv.rank)}
 steps = kv.steps(12, state, DIRECTORY, every=3)
 weights = kv.pull("w")
 for step in steps:
-    if step == 7 and os.environ.get("DMLC_NUM_ATTEMPT") == "0":
+    if step == 7 and STOPS and os.environ["DMLC_NUM_ATTEMPT"] == "0":
         print("at step 7", flush=True)
         wait_for_file("go")
     gradient = state["draws"].normal(size=1000) - weights
@@ -53,7 +53,7 @@ class Softmax:
 
 def look(at):
     steps.append(3 * at.epoch + at.nbatch - 1)
-    if steps[-1] == 7 and os.environ.get("DMLC_NUM_ATTEMPT") == "0":
+    if steps[-1] == 7 and STOPS and os.environ["DMLC_NUM_ATTEMPT"] == "0":
         print("at step 7", flush=True)
         wait_for_file("go")
 
@@ -73,8 +73,13 @@ def ends(text: str) -> list[tuple[str, ...]]:
 
 def at_step_7(job: Job, script: str, *options: str) -> tuple[str, Process]:
     """The text of a whole run, and the launcher of another one that waits in step 7."""
-    whole = job.launch(script.replace("DIRECTORY", repr(str(job.directory / "whole"))))
-    ended = job.launch(script.replace("DIRECTORY", repr(str(job.directory / "ended"))), *options)
+
+    def filled(directory: str, *, stops: bool) -> str:
+        found = script.replace("DIRECTORY", repr(str(job.directory / directory)))
+        return found.replace("STOPS", str(stops))
+
+    whole = job.launch(filled("whole", stops=False))
+    ended = job.launch(filled("ended", stops=True), *options)
     assert whole.wait() == 0, whole.text
     for number in range(2):
         ended.wait_for(rf"\[worker {number}\] at step 7")

@@ -431,6 +431,9 @@ class DistControl(KVStore):
         entries = self._servers.news_of(news)[0]
         self._add([entry for entry in entries if entry.key not in self._table])
 
+    def _log_progress(self, text: str) -> None:
+        self._node.log.info(0, text)
+
     def _agree(self, name: str, prepare: Callable[[], Any], act: Callable[[], str]) -> Any:
         prepared = self._joint_calls.prepare(name, prepare)
         _, news = self._joint_calls.make(name, lambda _: (), act)

@@ -280,7 +280,7 @@ def test_all_processes_know_the_attempt_in_the_last_one_too() -> None:
     assert attempts_of(restarts=2, attempt=0) == {"0"}
     assert attempts_of(restarts=1, attempt=1) == {"1"}
     assert attempts_of(restarts=0, attempt=2) == {"2"}, "no restart is left"
-    assert attempts_of(restarts=0, attempt=0) == {None}
+    assert attempts_of(restarts=0, attempt=0) == {"0"}
 
 
 def test_a_standby_has_the_environment_of_its_server_and_comes_after_the_servers() -> None:

@@ -202,8 +202,10 @@ def test_a_state_or_directory_that_cannot_be_saved_is_refused_before_the_first_s
     tmp_path: Path,
 ) -> None:
     for wrong in ({"a": 1, "b": object()}, {"b": {"c": np.random.default_rng()}}, {"b": 1j}):
-        with pytest.raises(CheckpointError, match=r"^state\['b'\]: an object may hold"):
+        with pytest.raises(CheckpointError, match=r"^state\['b'\] cannot be saved: an object may"):
             store().steps(1, wrong, tmp_path, 1)
+        with pytest.raises((ArgumentTypeError, ArgumentValueError), match=r"^state\['b'\] cannot"):
+            store().steps(1, wrong)  # not only where it is saved
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot read .*: Not a directory"):
         store().steps(1, None, tmp_path / "file", 1)
