@@ -139,10 +139,12 @@ def test_without_a_restart_for_the_scheduler_the_job_ends_soon_with_a_report(
     killed_at = time.monotonic()
     assert ended.wait() == 137, ended.text
     assert time.monotonic() - killed_at < 8
-    assert "the scheduler is lost, and no restart is left of 1" in said(ended)
+    used_up = "all restarts are used (1 of 1)"
+    assert f"scheduler cannot be started again: {used_up}" in said(ended)
     report = ended.text.partition("======== the job failed")[2].splitlines()
     assert report[1].startswith("process:  scheduler (pid ")
     assert report[2].startswith("ended:    signal SIGKILL, ")
+    assert report[-2] == used_up
     assert "logs of all processes: " in report[-1]
     assert folders(job) == []
 

@@ -33,7 +33,8 @@ scheduler's own.
 
 With ``--restarts``, a worker that fails after all have joined is started again, and asks the
 scheduler for its place. If the scheduler gives it no place, it ends the job, and the worker's first
-end is the cause. If it does, that end is forgotten.
+end is the cause. If it does, that end is forgotten. After the last restart, a failure of a worker
+fails the job. The others, which wait for a process that will not come, are ended after alone_s.
 
 A scheduler with a journal is started again, too, if a signal killed it, also before all have joined
 and while the service ends. It goes on from the journal. Until then, all nodes wait for it. So if no
@@ -168,7 +169,8 @@ class Lifecycle:
         if self._has_scheduler_ended():  # no standby can be filled any more
             self._give_up(self.standbys.unfilled)
         failures, spared = self._sort({i: statuses[i] for i in statuses if i in self.exits})
-        if not is_final and self._may_return(failures):
+        may_return = not is_final and self._may_return(failures)
+        if may_return and len(failures) <= self.restarts.num_left:
             for index in failures:
                 self.restarts.plan(self.exits.pop(index))
             failures = []
@@ -186,7 +188,8 @@ class Lifecycle:
         elif self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FAILING):
             self._settle(failed, now_s)
         if self.phase is not Phase.RUNNING:
-            return self._without_restarts(failures) if is_news else []
+            is_wanted = may_return or self._are_killed_schedulers(failures)
+            return self._without_restarts(failures, now_s) if is_news and is_wanted else []
         told: list[Effect] = [self.exits[index] for index in spared]
         alone = [self._left_alone(index) for index in spared if self.standbys.is_hopeless(index)]
         self.standbys.remarks += alone
@@ -209,12 +212,19 @@ class Lifecycle:
         """Return whether another process can go on in place of this one: a scheduler."""
         return JOURNAL_NAME in self._specs[index].environment
 
-    def _without_restarts(self, failures: Sequence[int]) -> list[Effect]:
-        """Return why a killed scheduler is not started again, if that ends the job."""
-        killed = [i for i in failures if self._has_journal(i) and self.exits[i].status < 0]
-        if not killed or self.restarts.num_left > 0:
+    def _are_killed_schedulers(self, ended: Collection[int]) -> bool:
+        return any(self._has_journal(i) and self.exits[i].status < 0 for i in ended)
+
+    def _without_restarts(self, failures: Sequence[int], now_s: float) -> list[Effect]:
+        """Return why these are not started again; do not let the others wait for them."""
+        if self.restarts.num_left > 0:
             return []
-        return [f"the scheduler is lost, and no restart is left of {self.restarts.num_all}"]
+        if self.restarts.again and self.deadline_s is not None:
+            self.deadline_s = min(self.deadline_s, now_s + self._timing.alone_s)
+        if self.setbacks or not self.restarts.are_used_up:
+            return []  # with a setback, the whole job may start again instead
+        names = " and ".join(self._specs[index].name for index in failures)
+        return [f"{names} cannot be started again: {self.restarts.used_up}"]
 
     def _plan_standbys(self) -> None:
         """Plan the starts of standbys for servers that have lost theirs."""
@@ -240,12 +250,9 @@ class Lifecycle:
         return is_running and not self._has_scheduler_ended()
 
     def _may_return(self, failures: Sequence[int]) -> bool:
-        """Return whether all that failed are workers that may be started again."""
-        return (
-            self._can_follow()
-            and 0 < len(failures) <= self.restarts.num_left
-            and all(self._specs[index].role == "worker" for index in failures)
-        )
+        """Return whether all that failed are workers, and others can get their places."""
+        roles = {self._specs[index].role for index in failures}
+        return self._can_follow() and roles == {"worker"}
 
     def returned(self, rank: int, role: str = "worker", attempt: int = 0) -> None:
         """Handle the scheduler's report that the place of a lost process is taken.

@@ -30,7 +30,8 @@ from kvstore.launch.job.restarts import Exit
 from kvstore.launch.options import LaunchError
 from kvstore.launch.plan import ProcessSpec
 
-FAILURE_HEADING = "======== the job failed; this was the first failure ========"
+_HEADING = "======== {} failed; this was the first failure ========"
+FAILURE_HEADING = _HEADING.format("the job")
 GOES_ON = "push and pull go on"
 SHOWN_LINES = 20
 _SHOWN_NAMES = 8
@@ -151,11 +152,13 @@ def failure_block(
     log_dir: str,
     *,
     start_s: float,
+    remark: str = "",
+    heading: str = FAILURE_HEADING,
 ) -> str:
     """Return the final report: the first failure in full, the others in a line each.
 
     ``failures`` and ``stopped`` are the results of :func:`failures_of`; there is at least one
-    failure.
+    failure. ``remark`` is a further line, or "".
     """
     first = failures[0]
     age_s = first.exit.at_s - start_s
@@ -166,7 +169,7 @@ def failure_block(
     count = "line" if len(shown) == 1 else f"{len(shown)} lines"
     lines = [
         "",
-        FAILURE_HEADING,
+        heading,
         f"process:  {first.spec.name} ({first.place or f'pid {first.pid}'})",
         f"ended:    {_how(first)}, {age_s:.1f} s after the start",
         f"command:  {command}",
@@ -185,6 +188,7 @@ def failure_block(
     if stopped:
         names = ", ".join(one.spec.name for one in stopped)
         lines.append(f"ended by the launcher: {names}")
+    lines += [remark] if remark else []
     lines.append(f"logs of all processes: {log_dir}")
     return "\n".join(lines) + "\n"
 
@@ -366,10 +370,27 @@ def may_restart(report: JobReport) -> bool:
     return bool(report.setbacks) or any(one.exit.status != 0 for one in workers)
 
 
-def show_failure(report: JobReport, log_dir: Path) -> list[EndedProcess]:
-    """Print why the job failed; return the failed processes, the cause first."""
+def show_failure(
+    report: JobReport, log_dir: Path, attempt: int | None = None
+) -> list[EndedProcess]:
+    """Print why the job failed; return the failed processes, the cause first.
+
+    ``attempt`` is the number of an attempt that another one follows; the first is 0.
+    """
     failures, stopped = failures_of(report.ended, report.specs, report.setbacks)
-    write_error(failure_block(failures, stopped, str(log_dir), start_s=report.start_s))
+    restarts = report.lifecycle.restarts
+    is_last = attempt is None and restarts.are_used_up and may_restart(report)
+    block = failure_block(
+        failures,
+        stopped,
+        str(log_dir),
+        start_s=report.start_s,
+        remark=restarts.used_up if is_last else "",
+        heading=_HEADING.format(
+            "the job" if attempt is None else f"attempt {attempt + 1} of the job"
+        ),
+    )
+    write_error(block)
     return failures
 
 

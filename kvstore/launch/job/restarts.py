@@ -106,6 +106,16 @@ class Restarts:
         self.due[index] = found.at_s + wait_s
 
     @property
+    def are_used_up(self) -> bool:
+        """Return whether there were restarts, and none is left."""
+        return self.num_left == 0 < self.num_all
+
+    @property
+    def used_up(self) -> str:
+        """What to say then."""
+        return f"all restarts are used ({self.num_all} of {self.num_all})"
+
+    @property
     def again(self) -> Set[int]:
         """The processes that were started again, or will be."""
         return self._num_starts.keys()

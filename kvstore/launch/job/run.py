@@ -117,7 +117,7 @@ def run_job(
                 may_try = num_left > report.lifecycle.num_restarts
                 if not (may_try and may_restart(report)):
                     break
-                show_failure(report, logs)
+                show_failure(report, logs, num_failed)
             wait_s = min(timing.restart_s * 2 ** min(num_failed, 16), timing.longest_restart_s)
             num_failed += 1
             of = f"restart {num_failed + num_single} of {options.restarts}"

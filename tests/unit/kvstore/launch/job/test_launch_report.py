@@ -226,6 +226,22 @@ def test_a_job_that_its_user_has_ended_does_not_start_again() -> None:
     assert not may_restart(report_of(statuses, was_signalled=True))
 
 
+@pytest.mark.parametrize(
+    ("attempt", "name", "told"),
+    [(None, "the job", ["all restarts are used (2 of 2)"]), (1, "attempt 2 of the job", [])],
+)
+def test_the_last_report_says_that_all_restarts_are_used_and_others_name_the_attempt(
+    attempt: int | None, name: str, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of({WORKER_0: 1, WORKER_1: 1, SERVER: 1, SCHEDULER: 1})
+    report.lifecycle.restarts.num_all = 2
+    show_failure(report, Path("/logs"), attempt)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == f"======== {name} failed; this was the first failure ========"
+    assert [line for line in lines if "restart" in line] == told
+    assert lines[-1] == "logs of all processes: /logs"
+
+
 # -- workers that were started again -------------------------------------------------------
 
 

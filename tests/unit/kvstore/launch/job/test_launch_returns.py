@@ -140,7 +140,35 @@ def test_after_the_last_restart_none_is_started_again() -> None:
     life = job(restarts=1)
     fail_and_start(life, 1.0)
     life.returned(1)
-    assert_fails(life, {WORKER_0: -9})
+    used_up = "worker 0 cannot be started again: all restarts are used (1 of 1)"
+    assert life.exited({WORKER_0: -9}, 10.0) == [used_up]
+    assert (life.phase, life.failed, life.setbacks) == (Phase.FAILING, True, {})
+
+
+def test_then_the_others_do_not_wait_for_it() -> None:
+    life = job(restarts=1)
+    fail_and_start(life, 1.0)
+    life.returned(1)
+    life.exited({WORKER_0: 1}, 10.0)
+    assert life.tick(11.9) == []
+    assert life.tick(12.0) == [signal.SIGTERM]
+
+
+def test_while_the_place_of_another_is_vacant_the_job_may_still_start_again_as_a_whole() -> None:
+    life = job(restarts=1)
+    fail_and_start(life, 1.0)
+    assert life.exited({WORKER_0: -9}, 10.0) == [], "not all restarts are used"
+    assert life.due_s == 12.0
+
+
+def test_in_the_last_attempt_of_a_job_the_others_notice_it_themselves() -> None:
+    names = [("scheduler", 0), ("server", 0), ("worker", 0), ("worker", 1)]
+    specs = [ProcessSpec(*name, ("x",), {}) for name in names]
+    life = Lifecycle(specs, TIMING, restarts=0, num_used=2)
+    life.joined(0.0)
+    used_up = "worker 0 cannot be started again: all restarts are used (2 of 2)"
+    assert life.exited({WORKER_0: -9}, 10.0) == [used_up]
+    assert life.due_s == 15.0
 
 
 def test_two_that_fail_together_need_two_restarts() -> None:

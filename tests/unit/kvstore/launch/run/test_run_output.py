@@ -57,6 +57,13 @@ def test_a_mark_that_no_worker_has_written_is_text() -> None:
     assert output.marks == set()
 
 
+def test_the_error_says_that_all_restarts_are_used() -> None:
+    spec = ProcessSpec("worker", 1, ("python", "x.py"), {})
+    first, used_up = EndedProcess(spec, 4711, Exit(0, -9, 12.5, 1), ["A"]), "all restarts are used"
+    error = read(failure_block([first], [], "/logs", start_s=10.0, remark=used_up))
+    assert error is not None and used_up in str(error).splitlines()
+
+
 def test_the_final_block_is_not_shown_and_says_who_failed() -> None:
     output = LauncherOutput()
     text = block("line one", f"line two{MARK}2", "line three", f"{MARK}3")
