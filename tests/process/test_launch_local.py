@@ -543,7 +543,9 @@ bye()
     first = f"worker 1 (pid {lines[0][-1]})"
     _, *told = [line for line in done.stderr.splitlines() if line.startswith("[launcher]")]
     (logs,) = job.logs()
-    assert told[0] == f"[launcher] {first} ended with signal SIGKILL: starting it again"
+    assert told[0] == (
+        f"[launcher] {first} ended with signal SIGKILL: starting it again (1 of 1 restart)"
+    )
     assert f"process:  {first}\nended:    signal SIGKILL" in done.stderr
     assert "other failures: worker 1 (exit code 3)" in done.stderr
     assert told[-1] == f"[launcher] the job succeeded after 1 restart; logs of all attempts: {logs}"

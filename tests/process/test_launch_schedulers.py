@@ -62,7 +62,7 @@ def folders(job: Job) -> list[Path]:
     return list(job.directory.glob("kvstore-scheduler-*"))
 
 
-LOST = "scheduler (pid N) ended with signal SIGKILL: starting it again"
+LOST = "scheduler (pid N) ended with signal SIGKILL: starting it again ({})"
 FOUND = "another scheduler goes on in place of the lost one"
 
 
@@ -84,7 +84,7 @@ def test_a_job_whose_scheduler_is_killed_ends_with_the_same_bits(make_job: MakeJ
     assert len(sums(whole.text)) == 2
     assert set(sums(ended.text)) == set(sums(whole.text))
     assert said(ended)[1:] == [
-        LOST,
+        LOST.format("1 of 2 restarts"),
         FOUND,
         "the job succeeded; the scheduler was replaced 1 time",
     ]
@@ -107,7 +107,7 @@ kv.barrier()
     ended.wait_for(re.escape(FOUND))
     job.allow("go")
     assert ended.wait() == 0, ended.text
-    assert said(ended)[:2] == [LOST, FOUND]
+    assert said(ended)[:2] == [LOST.format("1 of 1 restart"), FOUND]
     assert said(ended)[-1] == "the job succeeded; the scheduler was replaced 1 time"
     assert_no_traceback(ended)
 
@@ -122,7 +122,10 @@ def test_a_scheduler_may_be_killed_twice(make_job: MakeJob) -> None:
     assert [whole.wait(), ended.wait()] == [0, 0], ended.text
     assert set(sums(ended.text)) == set(sums(whole.text))
     assert said(ended)[1:] == [
-        *(LOST, FOUND) * 2,
+        LOST.format("1 of 2 restarts"),
+        FOUND,
+        LOST.format("2 of 2 restarts"),
+        FOUND,
         "the job succeeded; the scheduler was replaced 2 times",
     ]
     assert_no_traceback(ended)

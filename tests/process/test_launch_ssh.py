@@ -167,7 +167,7 @@ def test_a_worker_that_is_killed_is_started_again_on_its_host(start: Start) -> N
     assert "[worker 1@two] sum 189.0 1 1" in output
     (said,) = [line for line in errors.splitlines() if "starting it again" in line]
     assert said.startswith("[launcher] worker 1 (pid ")
-    assert said.endswith(" on two) ended with signal SIGKILL: starting it again")
+    assert said.endswith(" on two) ended with signal SIGKILL: starting it again (1 of 1 restart)")
     last = "[launcher] the job succeeded; a lost worker was replaced 1 time"
     assert errors.splitlines()[-1] == last
     assert "that the job's processes had left running" not in errors

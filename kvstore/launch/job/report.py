@@ -215,16 +215,15 @@ def _without_scheduler(scheduler: EndedProcess) -> str:
     )
 
 
-def starts_again(lost: EndedProcess) -> str:
-    """Return the message for a worker or a scheduler that is started again."""
+def starts_again(lost: EndedProcess, count: str) -> str:
+    """Return the message for a worker or a scheduler, with :attr:`Restarts.count`."""
     where = lost.place or f"pid {lost.pid}"
-    return f"{lost.spec.name} ({where}) ended with {_how(lost)}: starting it again"
+    return f"{lost.spec.name} ({where}) ended with {_how(lost)}: starting it again ({count})"
 
 
-def starts_standby(standby: ProcessRecord, num_used: int, num_all: int) -> str:
-    """Return the message for another standby; ``num_used`` counts its restart, too."""
+def starts_standby(standby: ProcessRecord, count: str) -> str:
+    """Return the message for another standby, with :attr:`Restarts.count`."""
     where = "" if standby.label is None else f" on {standby.label}"
-    count = f"{num_used} of {num_all} restart{'s' * (num_all > 1)}"
     return f"starting a standby of server {standby.spec.rank} again{where} ({count})"
 
 

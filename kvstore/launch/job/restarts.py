@@ -116,6 +116,11 @@ class Restarts:
         return f"all restarts are used ({self.num_all} of {self.num_all})"
 
     @property
+    def count(self) -> str:
+        """How many restarts are used, and of how many."""
+        return f"{self.num_used} of {self.num_all} restart{'s' * (self.num_all > 1)}"
+
+    @property
     def again(self) -> Set[int]:
         """The processes that were started again, or will be."""
         return self._num_starts.keys()

@@ -294,10 +294,10 @@ def test_the_block_tells_the_first_end_of_a_worker_that_got_no_place(
 @pytest.mark.parametrize(
     ("status", "place", "reason", "sentence"),
     [
-        (-9, "", "", "worker 1 (pid 4711) ended with signal SIGKILL: starting it again"),
+        (-9, "", "", "worker 1 (pid 4711) ended with signal SIGKILL: starting it again (1 of 3)"),
         (
-            *(3, "pid 4711 on node2", "evicted"),
-            "worker 1 (pid 4711 on node2) ended with exit code 3 (evicted): starting it again",
+            *(3, "pid 4711 on node2", "gone"),
+            "worker 1 (pid 4711 on node2) ended with exit code 3 (gone): starting it again (1 of 3)",
         ),
     ],
 )
@@ -306,7 +306,7 @@ def test_a_worker_that_is_started_again_is_told_with_its_end(
 ) -> None:
     found = ended(WORKER_1, status, 1)
     failed = EndedProcess(SPECS[WORKER_1], 4711, found, [], place=place, reason=reason)
-    assert starts_again(failed) == sentence
+    assert starts_again(failed, "1 of 3") == sentence
 
 
 @pytest.mark.parametrize(

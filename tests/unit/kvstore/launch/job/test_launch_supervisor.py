@@ -88,6 +88,8 @@ SPECS = [
     for role in ("scheduler", "worker")
 ]
 
+AGAIN = "starting it again"
+
 
 class Stage(Place):
     """Starts nothing, and gives each process the next number from 100."""
@@ -142,8 +144,8 @@ def test_a_worker_is_started_again_with_its_variables_and_the_next_attempt(
         (WORKER, {"DMLC_NUM_ATTEMPT": str(attempt), "ROLE": "worker"}) for attempt in (1, 2)
     ]
     assert capfd.readouterr().err.splitlines() == [
-        "[launcher] worker 0 (pid 101) ended with signal SIGKILL: starting it again",
-        "[launcher] worker 0 (pid 102) ended with exit code 3: starting it again",
+        f"[launcher] worker 0 (pid 101) ended with signal SIGKILL: {AGAIN} (1 of 2 restarts)",
+        f"[launcher] worker 0 (pid 102) ended with exit code 3: {AGAIN} (2 of 2 restarts)",
     ]
 
 
@@ -206,9 +208,9 @@ def test_another_scheduler_is_told_once_and_the_status_waits_for_it(
     ]
     assert capfd.readouterr().err.splitlines() == [
         "[launcher] all are there",
-        "[launcher] scheduler (pid 100) ended with signal SIGKILL: starting it again",
+        f"[launcher] scheduler (pid 100) ended with signal SIGKILL: {AGAIN} (1 of 2 restarts)",
         "[launcher] another scheduler goes on in place of the lost one",
-        "[launcher] scheduler (pid 102) ended with signal SIGKILL: starting it again",
+        f"[launcher] scheduler (pid 102) ended with signal SIGKILL: {AGAIN} (2 of 2 restarts)",
         "[launcher] another scheduler goes on in place of the lost one",
     ]
     for record in supervisor._records:
