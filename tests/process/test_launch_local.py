@@ -497,7 +497,8 @@ bye()
     assert lines == [f"[worker 1] attempt {number}" for number in range(3)]
     said = [line for line in done.stderr.splitlines() if line.startswith("[launcher] restart")]
     assert said == [
-        f"[launcher] restart {number} of 3: starting all processes again in {wait_s} s"
+        f"[launcher] restart {number} of the job: starting all processes again in {wait_s} s "
+        f"({number} of 3 restarts are used)"
         for number, wait_s in ((1, 0.01), (2, 0.02))
     ]
     (logs,) = job.logs()
@@ -570,7 +571,7 @@ def test_ctrl_c_between_two_attempts_ends_the_launcher(job: Job) -> None:
     )
     assert process.stderr is not None
     line = ""
-    while "restart 1 of 1" not in line:
+    while "restart 1 of the job" not in line:
         line = process.stderr.readline()
         assert line, "the launcher has ended"
     process.send_signal(signal.SIGINT)

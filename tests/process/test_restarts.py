@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from job import Job, MakeJob, Process, needs_proc
@@ -101,7 +102,9 @@ def test_a_job_without_a_server_goes_on_from_its_last_checkpoint_with_the_same_b
     assert len(expected) == 2
     assert ends(ended.text) == expected
     assert "process:  server 0 (pid" in ended.text
-    assert "[launcher] restart 1 of 1: starting all processes again in 1 s" in ended.text
+    assert (
+        "[launcher] restart 1 of the job: starting all processes again in 1 s (1 of" in ended.text
+    )
     assert "[launcher] the job succeeded after 1 restart; logs of all" in ended.lines[-1]
 
 
@@ -130,7 +133,9 @@ def test_a_killed_worker_is_replaced_in_its_step_and_the_bits_are_the_same(
     assert f"[launcher] worker {rank} (pid" in ended.text
     assert "ended with signal SIGKILL: starting it again" in ended.text
     assert "another process may take its place" in ended.text
-    assert ended.lines[-1] == "[launcher] the job succeeded; a lost worker was replaced 1 time"
+    said, _, logs = ended.lines[-1].partition("; logs of all processes: ")
+    assert said == "[launcher] the job succeeded; a lost worker was replaced 1 time"
+    assert "at step 7" in (Path(logs) / f"worker-{rank}.log").read_text()
     assert "Traceback" not in ended.text
 
 

@@ -120,24 +120,33 @@ def run_job(
                 show_failure(report, logs, num_failed)
             wait_s = min(timing.restart_s * 2 ** min(num_failed, 16), timing.longest_restart_s)
             num_failed += 1
-            of = f"restart {num_failed + num_single} of {options.restarts}"
-            say(f"{of}: starting all processes again in {wait_s:g} s")
+            used = f"{num_failed + num_single} of {options.restarts} restarts are used"
+            again = f"starting all processes again in {wait_s:g} s ({used})"
+            say(f"restart {num_failed} of the job: {again}")
             time.sleep(wait_s)
             logs = attempt_log_dir(log_dir, num_failed)
     except BaseException:
         remove_logs(log_dir, is_temporary and num_failed == 0)  # a report may have named them
         raise
-    code = conclude(report, logs, is_temporary and num_failed == 0)
-    if num_failed and code == 0:
-        times = f"{num_failed} restart{'s' * (num_failed > 1)}"
-        say(f"the job succeeded after {times}; logs of all attempts: {log_dir}")
-    elif mended.total() and code == 0:
-        *some, last = [
-            f"{what} {count} time{'s' * (count > 1)}" for what, count in mended.items() if count
-        ]
-        times = f"{', '.join(some)} and {last}" if some else last
-        say("; ".join(["the job succeeded", times, *report.lifecycle.standbys.remarks]))
+    was_mended = num_failed > 0 or mended.total() > 0  # its logs tell how
+    code = conclude(report, logs, is_temporary and not was_mended)
+    if was_mended and code == 0:
+        remarks = list(report.lifecycle.standbys.remarks)
+        if num_failed:
+            remarks.append(f"logs of all attempts: {log_dir}")
+        elif is_temporary:
+            remarks.append(f"logs of all processes: {log_dir}")
+        say("; ".join([*_success(num_failed, mended), *remarks]))
     return code
+
+
+def _success(num_failed: int, mended: Mapping[str, int]) -> list[str]:
+    """Return how a job succeeded that has failed, or lost processes, before."""
+    times = f" after {num_failed} restart{'s' * (num_failed > 1)}" if num_failed else ""
+    parts = [f"{what} {count} time{'s' * (count > 1)}" for what, count in mended.items() if count]
+    if len(parts) > 1:
+        parts = [f"{', '.join(parts[:-1])} and {parts[-1]}"]
+    return [f"the job succeeded{times}", *parts]
 
 
 def _mended(job: Lifecycle) -> dict[str, int]:

@@ -296,8 +296,8 @@ def test_the_block_tells_the_first_end_of_a_worker_that_got_no_place(
     [
         (-9, "", "", "worker 1 (pid 4711) ended with signal SIGKILL: starting it again (1 of 3)"),
         (
-            *(3, "pid 4711 on node2", "gone"),
-            "worker 1 (pid 4711 on node2) ended with exit code 3 (gone): starting it again (1 of 3)",
+            *(3, "pid 47 on node2", "gone"),
+            "worker 1 (pid 47 on node2) ended with exit code 3 (gone): starting it again (1 of 3)",
         ),
     ],
 )
