@@ -21,6 +21,7 @@ from pslite.node.scheduler_journal import SchedulerJournal
 from pslite.testing.simulator import Simulation
 from pslite.wire.messages import Members, Roster
 from pslite.wire.recovery import Seated, StandsBy, Vacant
+from tests.combinations import covering
 from tests.faults import returning
 from tests.faults.invariants import seats_of
 from tests.faults.returning import (
@@ -41,6 +42,8 @@ SCRIPTS: dict[str, MakeScript] = {
     "async": async_script,
     "rows": returning.ROWS["lazy"],
 }
+#: Scripts, the number of standbys, and when the next scheduler begins.
+LOSSES = covering([*SCRIPTS], [0, 1], [0.1, 20.0])
 STRIDE, STRIDE_OF_CALLS = 37, 83
 REJOIN_S = 60.0
 SOON_S = 1.5
@@ -128,9 +131,7 @@ def assert_same_seats(simulation: Simulation) -> None:
 
 
 @pytest.mark.parametrize("offset", offsets(STRIDE))
-@pytest.mark.parametrize("after_s", [0.1, 20.0])
-@pytest.mark.parametrize("standbys", [0, 1])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("name", "standbys", "after_s"), LOSSES)
 def test_the_scheduler_may_be_replaced_before_any_step_of_the_simulation(
     name: str, standbys: int, after_s: float, offset: int, journal: Path
 ) -> None:
@@ -284,9 +285,7 @@ def test_a_barrier_whose_last_node_comes_while_there_is_no_scheduler_is_over_in_
 # -- lost with others ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after_s", [0.1, 20.0])
-@pytest.mark.parametrize("standbys", [0, 1])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("name", "standbys", "after_s"), LOSSES)
 def test_the_scheduler_and_a_worker_may_be_lost_together(
     name: str, standbys: int, after_s: float, journal: Path
 ) -> None:
@@ -354,9 +353,9 @@ def test_the_scheduler_and_a_standby_may_be_lost_together(
 # -- lost twice, or for too long -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("again_s", [0.11, 0.15, 0.5, 6.0])
-@pytest.mark.parametrize("standbys", [0, 1])
-@pytest.mark.parametrize("name", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("name", "standbys", "again_s"), covering(["sync", "async"], [0, 1], [0.11, 0.15, 0.5, 6.0])
+)
 def test_the_scheduler_may_be_lost_again_soon(
     name: str, standbys: int, again_s: float, journal: Path
 ) -> None:
@@ -457,9 +456,9 @@ def waits_and_asks(node: Postoffice) -> Steps:
 # -- the same process ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("standbys", [0, 1])
-@pytest.mark.parametrize("for_s", [1.0, 5.5, 11.0])
-@pytest.mark.parametrize("name", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("name", "for_s", "standbys"), covering(["sync", "async"], [1.0, 5.5, 11.0], [0, 1])
+)
 def test_a_scheduler_that_was_only_stopped_goes_on(
     name: str, for_s: float, standbys: int, journal: Path
 ) -> None:

@@ -30,6 +30,7 @@ from pslite.protocol.replication import Buffer, in_pieces
 from pslite.protocol.succession import Standing
 from pslite.testing.simulator import Faults, Simulation
 from pslite.wire.recovery import RequestRecord
+from tests.combinations import covering
 from tests.faults import returning
 from tests.faults.invariants import contents, stores_of
 from tests.faults.returning import (
@@ -61,7 +62,8 @@ from tests.faults.test_table_losses import PLUS, SETTINGS
 from tests.faults.witness import faults_of
 
 Steps = Generator[Any, Any, None]
-SLOW = pytest.mark.slow(reason="every 16th instant of plain trainings is always tried")
+SLOW = pytest.mark.slow(reason="some instants of plain trainings are always tried")
+SLOW_SEEDS = pytest.mark.slow(reason="80 of 160 seeds are always tried")
 SCRIPTS: dict[str, MakeScript] = {
     "sync": sync_script,
     "async": async_script,
@@ -118,7 +120,7 @@ PLAIN: dict[str, MakeScript] = {
     "dtypes of an asynchronous store": partial(dtypes_script, kind="dist_async"),
     "calls": calls_script,
 }
-FAST_STRIDE = {"dtypes": 149, "dtypes of an asynchronous store": 149, "calls": 43}
+STRIDE_OF_PLAIN = {"dtypes": 149, "dtypes of an asynchronous store": 149, "calls": 43}
 
 
 @cache
@@ -150,9 +152,11 @@ def kill_in_plain(name: str, at_step: int, what: str) -> None:
     assert all(node.error is None for node in simulation.servers)
 
 
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("name", PLAIN)
-def test_no_optimizer_dtype_or_call_makes_a_difference(name: str) -> None:
-    for at_step in range(9, of_plain(name)[0], FAST_STRIDE[name]):
+def test_no_optimizer_dtype_or_call_makes_a_difference(name: str, part: int) -> None:
+    stride = STRIDE_OF_PLAIN[name]
+    for at_step in range(9 + part * stride, of_plain(name)[0], 2 * stride):
         kill_in_plain(name, at_step, "server")
 
 
@@ -279,11 +283,14 @@ def two_servers() -> Simulation:
     return simulation_of(1, 2, 2, standbys=1)
 
 
-@pytest.mark.parametrize("name", ["sync", "async", "rows"])
-@pytest.mark.parametrize(("first", "apart_s"), [(0, 6.5), (1, 9.0), (0, 0.0), (1, 0.01)])
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    covering(["sync", "async", "rows"], [(0, 6.5), (1, 9.0), (0, 0.0), (1, 0.01)], together=1),
+)
 def test_two_servers_may_be_lost_one_after_the_other_or_together(
-    name: str, first: int, apart_s: float
+    name: str, losses: tuple[int, float]
 ) -> None:
+    first, apart_s = losses
     make = SCRIPTS[name]
     _, expected = without_kill(make, 2, 2)
     for at_step in range(60, num_steps(make, two_servers), 170):
@@ -736,7 +743,10 @@ def run_without_scheduler(seed: int, num_servers: int) -> tuple[Simulation, list
     return simulation, standbys
 
 
-@pytest.mark.parametrize("first", range(0, 160, 20))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=SLOW_SEEDS if first >= 80 else ()) for first in range(0, 160, 20)],
+)
 def test_a_server_with_a_table_is_not_followed_by_a_standby_without_it(first: int) -> None:
     """Whatever the network does, the job ends well, or with the loss of the server."""
     for seed in range(first, first + 20):
