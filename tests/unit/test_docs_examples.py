@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
-from docs_blocks import BLOCK, PAGE_NAMES, ROOT, blocks, run_page, runnable
+from docs_blocks import BLOCK, PAGE_NAMES, PAGES, ROOT, blocks, run_page, runnable
 
 import kvstore
 from pslite.config import ACCEPTED_NAMES, Config
@@ -80,32 +80,34 @@ def test_no_code_of_the_pages_for_users_escapes_the_test_above(name: str) -> Non
     assert escaped == []
 
 
-@pytest.mark.parametrize("name", PAGE_NAMES)
-def test_links_lead_somewhere(name: str) -> None:
-    page = ROOT / name
-    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+def test_links_lead_somewhere() -> None:
     broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, anchor = target.partition("#")
-        if re.match(r"[a-z]+:", path):
-            continue
-        file = (page.parent / path).resolve() if path else page
-        if not file.exists() or (anchor and anchor not in anchors(file)):
-            broken.append(target)
+    for page in PAGES:
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            if re.match(r"[a-z]+:", path):
+                continue
+            file = (page.parent / path).resolve() if path else page
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                broken.append(f"{page}: {target}")
     assert broken == []
 
 
-@pytest.mark.parametrize("name", PAGE_NAMES)
-def test_a_link_that_shows_a_file_leads_to_that_file(name: str) -> None:
-    text = BLOCK.sub("", (ROOT / name).read_text(encoding="utf-8"))
-    links = re.findall(r"\[`?([\w/.\\-]+\.(?:py|md))`?\]\(([^)\s#]+)", text)
-    assert [
-        f"{shown} leads to {target}"
-        for shown, target in links
-        if not f"/{target}".endswith(f"/{shown}".replace("\\", ""))
-    ] == []
+def test_a_link_that_shows_a_file_leads_to_that_file() -> None:
+    wrong = []
+    for page in PAGES:
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        links = re.findall(r"\[`?([\w/.\\-]+\.(?:py|md))`?\]\(([^)\s#]+)", text)
+        wrong += [
+            f"{page}: {shown} leads to {target}"
+            for shown, target in links
+            if not f"/{target}".endswith(f"/{shown}".replace("\\", ""))
+        ]
+    assert wrong == []
 
 
+@functools.cache
 def anchors(page: Path) -> set[str]:
     """The names under which a page's headings can be linked, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -137,22 +139,23 @@ def test_files_settings_and_make_targets_that_are_named_exist(name: str) -> None
 LIBRARIES = {"cupy", "dist", "jax", "numpy", "torch"}  # dist: torch.distributed
 
 
-@pytest.mark.parametrize("name", [name for name in PAGE_NAMES if name.startswith("docs")])
-def test_functions_that_are_named_exist(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    # One table names what is not there; test_hints.py holds it to the code.
-    text = re.sub(r"^## Names that are not there\n.*?(?=^## )", "", text, flags=re.M | re.S)
+def test_functions_that_are_named_exist() -> None:
     owners = members()
-    named = re.findall(r"`(?:\w+\.)*(\w+)\.(\w+)(?:\([\w, ]*\))?`", text)
     wrong = []
-    for owner, member in named:
-        is_ours = (owner in owners or owner[0].isupper()) and owner not in LIBRARIES
-        if is_ours and member not in owners.get(owner, ()):
-            wrong.append(f"{owner}.{member}")
+    for name in PAGE_NAMES:
+        if not name.startswith("docs"):
+            continue
+        text = (ROOT / name).read_text(encoding="utf-8")
+        # One table names what is not there; test_hints.py holds it to the code.
+        text = re.sub(r"^## Names that are not there\n.*?(?=^## )", "", text, flags=re.M | re.S)
+        named = re.findall(r"`(?:\w+\.)*(\w+)\.(\w+)(?:\([\w, ]*\))?`", text)
+        for owner, member in named:
+            is_ours = (owner in owners or owner[0].isupper()) and owner not in LIBRARIES
+            if is_ours and member not in owners.get(owner, ()):
+                wrong.append(f"{name}: {owner}.{member}")
     assert wrong == []
 
 
-@functools.cache
 def members() -> dict[str, set[str]]:
     """What each class and module of the two packages defines, by the owner's last name."""
     found: dict[str, set[str]] = {}

@@ -13,8 +13,6 @@ import runpy
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import pytest
-
 REFERENCE = Path(__file__).parents[3] / "reference"
 THEIRS: dict[str, list[str]] = json.loads(
     (REFERENCE / "signatures.json").read_text(encoding="utf-8")
@@ -83,11 +81,13 @@ def reason_for(name: str) -> str | None:
     return next((REASONS[each] for each in REASONS if fnmatchcase(name, each)), None)
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_arguments_by_position_stand_in_mxnets_order(name: str) -> None:
-    ours, theirs = CALLS[name], THEIRS[name]
-    if reason_for(name) is None:
-        assert is_same(ours, theirs), f"here {ours}, in MXNet {theirs}"
+def test_arguments_by_position_stand_in_mxnets_order() -> None:
+    differing = [
+        f"{name}: here {ours}, in MXNet {THEIRS[name]}"
+        for name, ours in sorted(CALLS.items())
+        if reason_for(name) is None and not is_same(ours, THEIRS[name])
+    ]
+    assert differing == []
 
 
 def test_what_differs_on_purpose_does_differ() -> None:
