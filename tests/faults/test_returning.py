@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,7 @@ def test_several_may_be_killed_whatever_the_network_does(first: int) -> None:
         run_and_name_the_seed(seed)
 
 
+@cache
 def run_and_name_the_seed(seed: int) -> Counter[str]:
     """Count what happened to processes and connections, and what the network did."""
     try:
@@ -104,7 +106,7 @@ NETWORK = ("dropped", "duplicated", "delayed", "reordered", "cut", "muted")
 
 def test_every_kind_of_mishap_happens_in_some_of_the_seeds() -> None:
     """Each in at least 5 %, as docs/testing.md says."""
-    seeds = range(60, 140)
+    seeds = range(80)
     happened: Counter[str] = Counter()
     for seed in seeds:
         happened.update(kind for kind, count in run_and_name_the_seed(seed).items() if count)
