@@ -113,6 +113,7 @@ kv.barrier()
     assert_no_traceback(ended)
 
 
+@pytest.mark.slow(reason="a scheduler that is killed once, or once too often, runs always")
 def test_a_scheduler_may_be_killed_twice(make_job: MakeJob) -> None:
     job = make_job(2, 1)
     whole = train(make_job(2, 1))

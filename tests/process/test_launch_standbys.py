@@ -76,6 +76,7 @@ def without_logs(line: str) -> str:
     return line.partition("; logs of all processes: ")[0]
 
 
+@pytest.mark.slow(reason="a server that is killed twice runs always")
 def test_a_server_that_is_killed_is_replaced_by_its_standby(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     whole = train(job, "        pass")
@@ -94,6 +95,7 @@ def test_a_server_that_is_killed_is_replaced_by_its_standby(make_job: MakeJob) -
     assert "Traceback" not in ended.text
 
 
+@pytest.mark.slow(reason="a standby that is killed and started again runs always")
 def test_a_job_whose_standby_is_killed_goes_on(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     ended = train(job, STANDBY_1, "--standbys", "1")

@@ -41,6 +41,7 @@ LONG_PAGES = {
     "docs/from-python.md",
     "docs/from-pytorch.md",
     "docs/migration.md",
+    "docs/recovery.md",
     "docs/semantics/dist_async.md",
     "docs/semantics/dist_sync.md",
     "docs/sparse.md",
