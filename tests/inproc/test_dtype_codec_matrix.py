@@ -21,6 +21,7 @@ from kvstore.arrays.dtypes import accumulation_dtype, bfloat16
 from kvstore.compression import make_chain
 from kvstore.errors import ArgumentTypeError, NotSupportedError
 from kvstore.protocol.placement import chunk_ranges
+from tests.combinations import covering
 
 CHUNK_BYTES = 512
 SHAPE = (40, 5)
@@ -113,9 +114,9 @@ def error_of(kind: str, dtype: np.dtype[Any], codec: str, form: str) -> Any:
     return None
 
 
-@pytest.mark.parametrize("form", ["dense", "row-sparse"])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "codec", "form"), covering([*DTYPES], [*CODECS], ["dense", "row-sparse"])
+)
 def test_a_cell_has_the_right_numbers_or_the_one_error(
     workers: Workers, name: str, codec: str, form: str
 ) -> None:

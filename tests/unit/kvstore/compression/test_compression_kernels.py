@@ -15,6 +15,7 @@ from kernel_sets import NATIVE, computing_with
 from kvstore.arrays.cpu import kernels
 from kvstore.arrays.dtypes import accumulation_dtype
 from kvstore.compression import Chain, make_chain
+from tests.combinations import covering
 
 Array = np.ndarray[Any, Any]
 
@@ -67,9 +68,7 @@ def outcome(chain: Chain, values: list[Array], offset: int) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("given_", CODECS, ids=lambda each: "-".join(map(str, each.values())))
+@pytest.mark.parametrize(("given_", "dtype", "feedback"), covering(CODECS, DTYPES, [True, False]))
 @settings(max_examples=4)
 @given(size=st.sampled_from(SIZES), offset=st.integers(0, 3), seed=st.integers(0, 99))
 def test_codecs_have_the_bits_of_numpys(

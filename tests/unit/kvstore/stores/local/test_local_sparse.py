@@ -23,6 +23,7 @@ from kvstore.optimizer.states import create_state
 from kvstore.sparse import table
 from kvstore.sparse.sums import Contribution, Sum
 from kvstore.stores.local import sparse as local_rows
+from tests.combinations import covering
 
 Array = np.ndarray[Any, Any]
 SHAPE = (6, 2)
@@ -309,9 +310,10 @@ def test_a_lazy_update_is_the_dense_one_on_the_touched_rows(
         np.testing.assert_array_equal(dense(store, key), before)
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "lars", "lamb"])
-@pytest.mark.parametrize("key", ["w", "d"])
+@pytest.mark.parametrize(
+    ("key", "name", "dtype"),
+    covering(["w", "d"], [*OPTIMIZERS, "lars", "lamb"], ["f2", "f4", "f8"]),
+)
 def test_an_update_that_is_not_lazy_is_the_dense_one_to_the_last_bit(
     store: KVStore, name: str, key: str, dtype: str
 ) -> None:
