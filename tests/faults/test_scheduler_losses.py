@@ -190,8 +190,7 @@ def test_the_scheduler_may_be_replaced_before_all_have_joined(
 
 
 @pytest.mark.parametrize("offset", offsets(STRIDE_OF_CALLS))
-@pytest.mark.parametrize("standbys", [0, 1])
-@pytest.mark.parametrize("after_s", [0.1, 20.0])
+@pytest.mark.parametrize(("standbys", "after_s"), covering([0, 1], [0.1, 20.0], together=1))
 def test_a_request_that_is_under_way_gets_its_answer(
     after_s: float, standbys: int, offset: int, journal: Path
 ) -> None:
@@ -310,8 +309,7 @@ def test_the_scheduler_and_a_worker_may_be_lost_together(
     assert num_killed >= 2
 
 
-@pytest.mark.parametrize("after_s", [0.1, 20.0])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("name", "after_s"), covering([*SCRIPTS], [0.1, 20.0], together=1))
 def test_the_scheduler_and_a_server_may_be_lost_together(
     name: str, after_s: float, journal: Path
 ) -> None:

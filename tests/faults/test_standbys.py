@@ -318,8 +318,9 @@ def may_be_replaced(simulation: Simulation, rank: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ["sync", "async", "rows"])
-@pytest.mark.parametrize("worker_first", [True, False])
+@pytest.mark.parametrize(
+    ("name", "worker_first"), covering(["sync", "async", "rows"], [True, False], together=1)
+)
 def test_a_worker_and_a_server_may_be_lost_one_after_the_other(
     name: str, worker_first: bool
 ) -> None:
@@ -464,8 +465,9 @@ def at_9_s(simulation: Simulation, execute: Any, *work: Any) -> None:
     simulation.at(max(simulation.now, 9.0), partial(execute, *work))
 
 
-@pytest.mark.parametrize("cut_s", [0.5, 3.0])
-@pytest.mark.parametrize("name", ["sync", "async", "rows"])
+@pytest.mark.parametrize(
+    ("name", "cut_s"), covering(["sync", "async", "rows"], [0.5, 3.0], together=1)
+)
 def test_a_worker_gets_no_answer_before_the_standby_has_the_record(name: str, cut_s: float) -> None:
     """The server is lost while it cannot reach its standby."""
     make = SCRIPTS[name]
