@@ -119,8 +119,7 @@ class MemberControl(NodeControl):
             self._seated(message.node[0], message.attempt, now)
         elif isinstance(message, Refused):
             is_ours = message.kind == ConfigError.__name__
-            verdict = "refuses this node" if is_ours else "gave up"
-            text = f"the scheduler {verdict}: {message.error}"
+            text = f"the scheduler refuses this node: {message.error}" if is_ours else message.error
             self._office.fail(rebuild(message.kind, text, role=message.role, rank=message.rank))
         elif isinstance(message, BarrierLeave):
             self._barriers.over(message)
@@ -199,6 +198,7 @@ class MemberControl(NodeControl):
                 return  # the next scheduler says what is known
             for timer in (self._deadline, self._roster_line):
                 timer.set(math.inf)
+            office.log.name = f"standby of {primary.name}"
             office.log.info(1, f"this process stands by for {primary.title}")
             traffic.standby.begin(primary)
             office.watch.add(SCHEDULER, now)

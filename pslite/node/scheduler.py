@@ -230,7 +230,7 @@ class SchedulerControl(NodeControl):
         """Say that this process is the scheduler now, after ``num_before`` others."""
         if num_before > 0:
             self._office.reporter.happened(
-                "this process goes on in the place of the lost scheduler"
+                f"{self._node.title} goes on in the place of the lost one"
             )
             self._office.membership.attempts[SCHEDULER_ID] = num_before
         # A scheduler that was lost before it could write to the journal is not known here.

@@ -16,6 +16,9 @@ from pslite.ids import SCHEDULER_ID, NodeInfo, Role
 from pslite.node.control import SCHEDULER, ControlOffice
 from pslite.wire.messages import Register
 
+#: A shorter time without a scheduler is not told.
+_LEAST_TOLD_S = 0.05
+
 
 class SchedulerAway:
     """The wait of one member for the next scheduler."""
@@ -42,10 +45,7 @@ class SchedulerAway:
             office.membership.no_scheduler_time.begins(SCHEDULER_ID, now)
             self._patience.set(now + office.config.rejoin_timeout_s)
             self._line.set(now + office.config.report_after_s)
-            office.log.info(
-                0 if office.role is Role.WORKER else 1,
-                f"the scheduler is lost: {reason}; waiting for another process in its place",
-            )
+            self._tell(f"the scheduler is lost: {reason}; waiting for another process in its place")
         office.watch.forget(SCHEDULER)
         office.links.reopen(SCHEDULER)
         office.links.send(SCHEDULER, self._register(), (), 0, now)
@@ -69,7 +69,12 @@ class SchedulerAway:
             waited_s = now - self._since
             office.membership.no_scheduler_time.ends(SCHEDULER_ID, now)
             self.end()
-            office.log.info(0, f"the scheduler is there again after {waited_s:.1f} s")
+            # A node that hears of the loss from the next scheduler does not know how long it took.
+            after = f" after {waited_s:.1f} s" if waited_s >= _LEAST_TOLD_S else ""
+            self._tell(f"the scheduler is there again{after}")
+
+    def _tell(self, text: str) -> None:
+        self._office.log.info(0 if self._office.role is Role.WORKER else 1, text)
 
     def end(self) -> None:
         """Wait no longer."""

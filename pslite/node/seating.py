@@ -107,7 +107,7 @@ class Seating:
     def cannot_reach(self, node_id: int, number: int) -> None:
         """Handle a server's report that it has lost its standby, the one of this message."""
         if number == self._told.get(node_id, 0):
-            self.dismiss(node_id, "it cannot reach it")
+            self.dismiss(node_id, "cannot reach its standby")
 
     def _pair_up(self) -> None:
         """Let standbys be filled by the servers that have none."""
@@ -125,7 +125,7 @@ class Seating:
         elif yes:
             self._standby_is_ready(node_id)
         else:
-            self.dismiss(node_id, "it does something that no standby repeats", for_good=True)
+            self.dismiss(node_id, "does something that no standby repeats", for_good=True)
 
     def _standby_is_ready(self, node_id: int) -> None:
         standby, server = self.seats.filled(node_id), self._office.membership.node(node_id)
@@ -139,13 +139,13 @@ class Seating:
     def dismiss(self, node_id: int, why: str, *, for_good: bool = False) -> None:
         """Let a server go on without its standby, if it has one.
 
-        The process ends well if that is ``for_good``, and else with an error: another one may be
-        needed.
+        ``why`` is what the server does. The process ends well if that is ``for_good``, and else
+        with an error: another one may be needed.
         """
         standby = self.seats.dismiss(node_id, for_good=for_good)
         if standby is not None:
             office = self._office
-            sentence = f"{office.membership.title(node_id)} has no standby any more: {why}"
+            sentence = f"{office.membership.title(node_id)} {why}, and goes on without one"
             office.reporter.happened(sentence)
             self._tell_server(node_id, ())
             if for_good:
@@ -179,7 +179,7 @@ class Seating:
             return True
         for standby in self.seats.standbys():
             if standby.uid == peer:
-                self.dismiss(standby.node_id, f"the standby is lost: {reason}")
+                self.dismiss(standby.node_id, f"has lost its standby ({reason})")
                 return True
         lost = self._released.pop(peer, None)
         if lost is not None:
@@ -211,8 +211,8 @@ class Seating:
     def turn_out(self, node: NodeInfo, reason: str) -> None:
         """Tell a process that it was declared lost, now or when it wakes up."""
         text = (
-            f"{node.title} was declared lost ({reason}), and another process may have its place; "
-            "this one must not go on"
+            f"this process was stopped or cut off for too long: {node.title} was declared lost "
+            f"({reason}), and another process may have its place; it must not go on"
         )
         self._turn_away(node, text)
 

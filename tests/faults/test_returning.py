@@ -166,7 +166,7 @@ def test_a_process_that_wakes_up_after_it_was_replaced_changes_nothing_and_is_to
     error = stopped[0].error
     assert isinstance(error, NodeLostError)
     assert "was declared lost" in str(error)
-    assert "another process may have its place; this one must not go on" in str(error)
+    assert "another process may have its place; it must not go on" in str(error)
 
 
 def run_and_stop_worker_1(simulation: Simulation, results: Results, stop: Any) -> set[int]:

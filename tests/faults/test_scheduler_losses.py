@@ -564,14 +564,14 @@ def test_the_next_scheduler_turns_a_process_out_whose_seat_another_one_has(
 ) -> None:
     simulation = simulation_of(journal, shortens=shortens)
     error, _ = stop_worker_1(simulation, scheduler_lost_s=lost_s, replaced_s=1.0)
-    assert "this one must not go on" in str(error)
+    assert "it must not go on" in str(error)
 
 
 def test_the_next_scheduler_turns_a_process_out_whose_seat_is_still_vacant(journal: Path) -> None:
     """No process has come in its place when it wakes up; one comes later."""
     simulation = simulation_of(journal)
     error, ended_s = stop_worker_1(simulation, scheduler_lost_s=20.0, replaced_s=55.0)
-    assert "this one must not go on" in str(error)
+    assert "it must not go on" in str(error)
     assert ended_s < 50.0
 
 

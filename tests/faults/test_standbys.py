@@ -561,7 +561,7 @@ def test_a_server_that_wakes_up_after_its_standby_took_over_changes_nothing(name
         assert set(results.values()) == {expected}, f"other bits: stopped at step {at_step}"
         error = server.error
         assert isinstance(error, NodeLostError)
-        assert "was declared lost" in str(error) and "this one must not go on" in str(error)
+        assert "was declared lost" in str(error) and "it must not go on" in str(error)
         simulation.finish()
 
 
@@ -624,7 +624,8 @@ def test_a_standby_that_wakes_up_after_its_server_went_on_does_no_harm() -> None
     simulation.finish()
     assert set(results.values()) == {expected}
     assert standby.info is None
-    assert "has no standby any more" in str(standby.error)
+    assert "and goes on without one" in str(standby.error)
+    assert standby.log.name == "standby of server 0"
 
 
 def test_a_standby_that_its_server_cannot_reach_ends_with_an_error() -> None:
@@ -638,7 +639,7 @@ def test_a_standby_that_its_server_cannot_reach_ends_with_an_error() -> None:
     simulation.finish()
     assert set(results.values()) == {expected}
     assert isinstance(standby.error, NodeLostError)
-    assert "has no standby any more: it cannot reach it" in str(standby.error)
+    assert "cannot reach its standby, and goes on without one" in str(standby.error)
 
 
 @pytest.mark.parametrize("server_is_first", [False, True])
@@ -712,7 +713,7 @@ def test_a_server_with_a_growing_table_has_no_standby_any_more() -> None:
     assert values == [[[6.0] * 3] * 3] * 2
     assert server.traffic.primary is not None and server.traffic.primary.standby is None
     assert standby.finished.done() and standby.error is None
-    assert any("it does something that no standby repeats" in line for line in simulation.lines)
+    assert any("does something that no standby repeats" in line for line in simulation.lines)
 
 
 def test_the_later_loss_of_a_server_with_a_growing_table_ends_the_job() -> None:

@@ -131,7 +131,7 @@ def test_the_time_without_a_scheduler_is_told_apart(tmp_path: Path) -> None:
     control._away.lost, control._away.found = note_lost, note_found
     ran(simulation, lambda: simulation.restart_scheduler(20.0), 0.3)
     assert [text for _, text in happened(simulation)] == [
-        "this process goes on in the place of the lost scheduler"
+        "scheduler goes on in the place of the lost one"
     ]
     without_s = away[-1] - away[0]
     assert 10.0 < without_s < 20.0  # it takes a while to notice the loss

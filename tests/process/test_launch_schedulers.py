@@ -262,7 +262,9 @@ def test_steps_go_on_without_a_scheduler_and_another_one_is_started_by_hand(
     assert all(now - then > 30 for then, now in zip(before, after, strict=True)), (before, after)
     again = job.scheduler({"PS_SCHEDULER_JOURNAL": str(job.directory / "journal")})
     end_by_hand(job, [again, *others])
-    assert "goes on in the place of the lost scheduler" in again.text
+    assert re.search(
+        r"scheduler \(pid \d+ on .*\) goes on in the place of the lost one", again.text
+    )
 
 
 def test_a_second_scheduler_ends_while_the_first_one_is_stopped(make_job: MakeJob) -> None:

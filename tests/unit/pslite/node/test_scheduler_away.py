@@ -152,6 +152,24 @@ def test_it_waits_no_longer_when_a_scheduler_has_answered() -> None:
     assert len(member.errors) == 1
 
 
+def test_no_time_is_told_if_the_next_scheduler_tells_of_the_loss() -> None:
+    member = Member()
+    member.office.links.on_replaced(SCHEDULER)
+    member.until(100.01)
+    member.away.found()
+    assert member.log[-1] == "the scheduler is there again"
+
+
+def test_only_workers_tell_at_once_that_the_scheduler_was_away() -> None:
+    member, levels = Member(), []
+    member.office.log.info = lambda level, _: levels.append(level)
+    for member.office.role in (Role.WORKER, Role.SERVER):
+        member.away.lost("no answer", member.now)
+        member.until(member.now + 2.0)
+        member.away.found()
+    assert levels == [0, 0, 1, 1]
+
+
 def test_the_time_without_a_scheduler_is_added_up() -> None:
     member = Member()
     for lost_at, again_at, found_at in ((100.0, 102.0, 103.5), (110.0, 111.0, 112.0)):
