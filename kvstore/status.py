@@ -25,7 +25,7 @@ from kvstore.launch.job.registry import SHARED_NAME, running_jobs, shared_direct
 from kvstore.launch.options import LaunchError
 from pslite import Config, Observer, Survey, __version__
 from pslite.errors import ConfigError, DeadlineError, PSError
-from pslite.wire.survey import NodeStatus, Progressed
+from pslite.wire.survey import NodeStatus, Progressed, StandbyStatus
 
 RATE_S = 1.0
 """Traffic is measured over this time if the command asks only once."""
@@ -326,9 +326,9 @@ def as_table(survey: Survey, before: Survey | None) -> str:
     if trained:
         rows = [_worker_row(node, progress) for node, progress in trained]
         sections.append(_grid(_WORKER_HEAD, rows, 1))
-    remarks = _remarks(survey)
-    if remarks:
-        sections.append("\n".join(remarks))
+    for lines in (list(map(_standby_line, survey.standbys)), _remarks(survey)):
+        if lines:
+            sections.append("\n".join(lines))
     slowest = summarise(survey).slowest
     if slowest:
         sections.append(f"slowest: {slowest}")
@@ -392,6 +392,13 @@ def _grid(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def _standby_line(standby: StandbyStatus) -> str:
+    if standby.state == "none":
+        return f"server {standby.server}: no standby"
+    which = f"server {standby.server}: standby pid {standby.pid} on {standby.host}"
+    return which if standby.state == "ready" else f"{which}, is being filled"
 
 
 def _remarks(survey: Survey) -> list[str]:

@@ -72,13 +72,14 @@ class SchedulerControl(NodeControl):
         self._titles: dict[int, str] = {}
         self._barriers = Barriers(self._titles)
         self._own_barriers: dict[tuple[int, int], Future[None]] = {}
-        self._surveyor = Surveyor(
-            office, node, package, self._rendezvous, self._barriers, self._deadlocked
-        )
         self._seating = Seating(
             office, self._end_seat, self._vacated, self._seated, self._filled, self._save
         )
-        self._records = SchedulerRecords(office, self._barriers, self._seating.seats)
+        seats = self._seating.seats
+        self._surveyor = Surveyor(
+            office, node, package, self._rendezvous, self._barriers, seats, self._deadlocked
+        )
+        self._records = SchedulerRecords(office, self._barriers, seats)
         #: Van names of the nodes that wait for the roster.
         self._waiting = dict[str, NodeInfo]()
         #: The timer for the earliest time limit of a barrier.

@@ -16,6 +16,7 @@ from pslite.node.control import ControlOffice
 from pslite.protocol.barrier import Barriers
 from pslite.protocol.deadlocks import DeadlockDetector
 from pslite.protocol.membership import Rendezvous
+from pslite.protocol.succession import Seats
 from pslite.protocol.surveys import Surveys
 from pslite.wire.codec import MAX_HEADER_BYTES
 from pslite.wire.messages import Refused, StatusQuestion, StatusReport, StatusSurvey
@@ -23,6 +24,7 @@ from pslite.wire.survey import (
     LEAST_WAIT_S,
     NodeReport,
     NodeStatus,
+    StandbyStatus,
     Survey,
     Wait,
     clean,
@@ -50,6 +52,7 @@ class Surveyor:
         package: str,
         rendezvous: Rendezvous,
         barriers: Barriers,
+        seats: Seats,
         on_deadlock: Callable[[str], None],
     ) -> None:
         self._office = office
@@ -57,6 +60,7 @@ class Surveyor:
         self._package = package
         self._rendezvous = rendezvous
         self._barriers = barriers
+        self._seats = seats
         self._surveys: Surveys[NodeReport] = Surveys()
         self._deadlocks = DeadlockDetector()
         self._on_deadlock = on_deadlock
@@ -171,7 +175,22 @@ class Surveyor:
                 *(self._member(node, reports.get(node.node_id), now) for node in members),
             ),
             events=office.reporter.events(now),
+            standbys=self._standbys(),
         )
+
+    def _standbys(self) -> tuple[StandbyStatus, ...]:
+        if not self._office.config.standbys:
+            return ()
+        roster = self._rendezvous.roster
+        return tuple(self._standby(node) for node in roster if node.role == Role.SERVER.value)
+
+    def _standby(self, server: NodeInfo) -> StandbyStatus:
+        standby = self._seats.standby_of(server.node_id)
+        if standby is None:
+            return StandbyStatus(server.rank, "none", "", 0)
+        is_ready = self._seats.has_ready_standby(server.node_id)
+        state = "ready" if is_ready else "filling"
+        return StandbyStatus(server.rank, state, standby.host, standby.pid)
 
     def _member(self, node: NodeInfo, report: NodeReport | None, now: float) -> NodeStatus:
         state, reason = "waiting", ""

@@ -184,6 +184,11 @@ class Seats:
         seat = self._seats.get(node_id)
         return None if seat is None else seat.standby or seat.filling
 
+    def has_ready_standby(self, node_id: int) -> bool:
+        """Return whether a process could take a server's place at once."""
+        seat = self._seats.get(node_id)
+        return seat is not None and seat.standby is not None
+
     def spares(self) -> list[NodeInfo]:
         """Return the processes that would stand by for a server that has a standby."""
         return list(self._spares.values())

@@ -117,6 +117,19 @@ class Event(NamedTuple):
     """For example ``worker 1 (pid 4742 on vm) takes the place of ...``."""
 
 
+class StandbyStatus(NamedTuple):
+    """The standby of one server."""
+
+    server: int
+    """The server's rank."""
+    state: str
+    """``ready``, ``filling`` (the server sends it its state) or ``none``."""
+    host: str
+    """Empty without a standby."""
+    pid: int
+    """0 without a standby."""
+
+
 class Survey(NamedTuple):
     """A whole job at one moment."""
 
@@ -134,6 +147,8 @@ class Survey(NamedTuple):
     """The scheduler, workers by rank, servers by rank."""
     events: tuple[Event, ...] = ()
     """The last losses, who has taken the places, and what is repeated; the oldest first."""
+    standbys: tuple[StandbyStatus, ...] = ()
+    """One for each server, by rank; empty in a job without PS_STANDBYS and while it gathers."""
 
 
 class ProgressSource(Protocol):
@@ -190,9 +205,15 @@ def _to_plain(value: Any) -> Any:
 
 _HINTS = {
     kind: tuple(typing.get_type_hints(kind).values())
-    for kind in (Wait, Progressed, NodeReport, NodeStatus, Event, Survey)
+    for kind in (Wait, Progressed, NodeReport, NodeStatus, Event, StandbyStatus, Survey)
 }
-_LONGEST = {Wait: MAX_WAITS, str: MAX_NAMED + 1, NodeStatus: MAX_LISTED, Event: MAX_EVENTS}
+_LONGEST = {
+    Wait: MAX_WAITS,
+    str: MAX_NAMED + 1,
+    NodeStatus: MAX_LISTED,
+    Event: MAX_EVENTS,
+    StandbyStatus: MAX_LISTED,
+}
 
 
 def _read(kind: Any, plain: Any) -> Any:

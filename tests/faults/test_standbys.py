@@ -439,6 +439,28 @@ def test_a_new_standby_counts_updates_as_its_server_does() -> None:
     assert part.count == 2 and simulation.standbys
 
 
+def test_the_status_says_whether_a_server_has_a_standby() -> None:
+    simulation = simulation_of(1, standbys=1)
+    control: Any = simulation.scheduler.control
+    states: list[str] = []
+
+    one_step = simulation._step
+
+    def step() -> None:
+        (standby,) = control._surveyor._survey(simulation.now).standbys or [None]
+        if standby is not None and states[-1:] != [standby.state]:
+            states.append(standby.state)
+            assert (standby.server, bool(standby.pid)) == (0, standby.state != "none")
+        one_step()
+
+    simulation._step = step  # type: ignore[method-assign]
+    simulation.at(5.0, partial(simulation.kill_standby, 0))
+    simulation.at(30.0, partial(simulation.start_standby, 0))
+    simulation.run(slowed(sync_script({}), 4.0))
+    simulation.finish()
+    assert states == ["ready", "none", "filling", "ready", "none"]  # at last, the job is over
+
+
 @pytest.mark.parametrize("name", ["sync", "async", "rows"])
 def test_a_standby_that_is_behind_does_first_what_its_records_say(name: str) -> None:
     """Nothing that it has stored is done before it takes the seat."""

@@ -60,6 +60,7 @@ from pslite.wire.survey import (
     NodeReport,
     NodeStatus,
     Progressed,
+    StandbyStatus,
     Survey,
     Wait,
 )
@@ -233,7 +234,7 @@ def test_the_numbers_of_pipes_are_the_codes() -> None:
 
 def test_the_values_of_a_status_are_the_codes() -> None:
     text = section("17 Observers")
-    kinds = (Survey, Event, NodeStatus, NodeReport, Progressed, Wait)
+    kinds = (Survey, Event, StandbyStatus, NodeStatus, NodeReport, Progressed, Wait)
     tables = re.findall(r"^An? (\w+):\n\n((?:\|.*\n)+)", text, re.M)
     assert [name for name, _ in tables] == [kind.__name__ for kind in kinds]
     for kind, (_, table) in zip(kinds, tables, strict=True):

@@ -7,7 +7,15 @@ import json
 import pytest
 
 from kvstore.status import Summary, as_json, as_line, as_table, main, rates, summarise
-from pslite.wire.survey import Event, NodeReport, NodeStatus, Progressed, Survey, Wait
+from pslite.wire.survey import (
+    Event,
+    NodeReport,
+    NodeStatus,
+    Progressed,
+    StandbyStatus,
+    Survey,
+    Wait,
+)
 
 
 def report(
@@ -169,6 +177,22 @@ def test_a_lost_node_is_listed_with_its_reason() -> None:
     lost = node("worker", 1, state="lost")._replace(reason="its process is gone")
     table = as_table(survey(lost, state="failed"), None)
     assert table.endswith("worker 1 (pid 101 on host) is lost: its process is gone")
+
+
+def test_each_server_has_a_line_about_its_standby_above_the_events() -> None:
+    standbys = (
+        StandbyStatus(0, "ready", "host", 4711),
+        StandbyStatus(1, "filling", "host", 4742),
+        StandbyStatus(2, "none", "", 0),
+    )
+    found = survey()._replace(standbys=standbys, events=(Event(3.0, "server 2 is lost"),))
+    assert as_table(found, None).partition("\n\n")[2].splitlines()[-5:] == [
+        "server 0: standby pid 4711 on host",
+        "server 1: standby pid 4742 on host, is being filled",
+        "server 2: no standby",
+        "",
+        "3 s ago: server 2 is lost",
+    ]
 
 
 # -- JSON -----------------------------------------------------------------------------------

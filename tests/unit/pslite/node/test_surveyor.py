@@ -14,9 +14,11 @@ from pslite.wire.survey import (
     MAX_NAMED,
     MAX_TEXT,
     MAX_WAITS,
+    Event,
     NodeReport,
     NodeStatus,
     Progressed,
+    StandbyStatus,
     Survey,
     Wait,
     packed,
@@ -28,7 +30,9 @@ PROGRESS = Progressed(10, 320, 1.5, 48.0, 0.25, 0.5)
 REPORT = NodeReport("1.0", 3.5, 1, 2, 3, 4, 5, 6, PROGRESS, (WAIT,))
 NODE = NodeStatus("worker", 1, "host", 4711, "running", 0.5, "", REPORT)
 SILENT = NodeStatus("server", 0, "host", 4712, "silent", 9.0, "", None)
-SURVEY = Survey("job", "1.0", "running", 2, 1, 0.0, (), (NODE, SILENT))
+EVENT = Event(3.5, "worker 1 (pid 4711 on host) is lost")
+STANDBYS = (StandbyStatus(0, "filling", "host", 4713), StandbyStatus(1, "none", "", 0))
+SURVEY = Survey("job", "1.0", "running", 2, 1, 0.0, (), (NODE, SILENT), (EVENT,), STANDBYS)
 
 
 def test_a_survey_comes_back_as_it_was_sent() -> None:
