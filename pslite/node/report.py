@@ -7,7 +7,7 @@ until someone asks. Read next: ``surveyor.py``, which collects the reports.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pslite.ids import Role
 from pslite.node.data import Traffic
@@ -25,18 +25,22 @@ class Reporter:
         self._traffic = traffic
         self._began_at = office.clock()
         #: When what happened to the nodes of the job, on the scheduler.
-        self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
+        self.last_events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
+        #: Called with each new event.
+        self.on_event: Callable[[float, str], None] = lambda at, text: None
         #: Knows the progress of a worker's training; None on other nodes.
         self.progress: ProgressSource | None = None
 
     def happened(self, text: str) -> None:
         """Log an event, and remember it for the status of the job."""
-        self._events.append((self._office.clock(), text))
+        event = self._office.clock(), text
+        self.last_events.append(event)
+        self.on_event(*event)
         self._office.log.info(0, text)
 
     def events(self, now: float) -> tuple[Event, ...]:
         """Return the last events, the oldest first."""
-        return tuple(Event(max(0.0, now - at), text) for at, text in self._events)
+        return tuple(Event(max(0.0, now - at), text) for at, text in self.last_events)
 
     def report(self, now: float, waits: Sequence[Wait] = ()) -> NodeReport:
         """Return a report on the node; ``waits`` are the waits that its control knows."""

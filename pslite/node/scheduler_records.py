@@ -15,7 +15,15 @@ from pslite.errors import ConfigError
 from pslite.ids import Role
 from pslite.node.control import ControlOffice
 from pslite.node.recorded_requests import RecordedRequests, request_of
-from pslite.node.scheduler_journal import APPS, CHARTER, DEADLOCK, REQUEST, TERM, SchedulerJournal
+from pslite.node.scheduler_journal import (
+    APPS,
+    CHARTER,
+    DEADLOCK,
+    EVENT,
+    REQUEST,
+    TERM,
+    SchedulerJournal,
+)
 from pslite.protocol.barrier import Barriers
 from pslite.protocol.charter import Charter, GoneRow, RecordedRequest, charter_from
 from pslite.protocol.succession import Seats
@@ -42,6 +50,7 @@ class SchedulerRecords:
         if office.config.scheduler_journal:
             self._journal = SchedulerJournal(office.config.scheduler_journal)
             office.customers.wrap = self._requests.wrapped
+            office.reporter.on_event = lambda *event: self._write(EVENT, event)
 
     def save(self) -> None:
         """Write the charter if it has changed."""
@@ -84,6 +93,7 @@ class SchedulerRecords:
         if state is None or self._saved is None or self._journal is None:
             return
         records = [(TERM, self.num_terms), (CHARTER, self._saved.plain()), (APPS, state)]
+        records += [(EVENT, event) for event in self._office.reporter.last_events]
         with contextlib.suppress(OSError, ConfigError):  # it goes on with the long one
             self._journal.replace(records)
         self._most_bytes = max(_MOST_BYTES, _TIMES * self._journal.nbytes)
@@ -148,6 +158,8 @@ class SchedulerRecords:
                 deadlocked(plain)
             elif kind == APPS:
                 self._requests.resume(plain)
+            elif kind == EVENT:
+                self._office.reporter.last_events.append(tuple(plain))
             elif kind == TERM:
                 self.num_terms = plain
         self._saved = charter

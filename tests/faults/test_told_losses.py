@@ -57,7 +57,7 @@ class Heard:
 
 def happened(simulation: Simulation) -> list[tuple[float, str]]:
     """The scheduler's events with their virtual times; pids and reasons are left out."""
-    events = list(simulation.scheduler.reporter._events)
+    events = list(simulation.scheduler.reporter.last_events)
     return [(at, re.sub(r" \(pid \d+ on .*?\)|: its .*?(?=;)", "", text)) for at, text in events]
 
 
@@ -141,6 +141,28 @@ def test_the_time_without_a_scheduler_is_told_apart(tmp_path: Path) -> None:
         "without_scheduler_s": pytest.approx(without_s),
     }
     assert node.membership.attempts[SCHEDULER_ID] == 1
+
+
+@pytest.mark.parametrize("shortens", [False, True])
+def test_the_next_scheduler_knows_what_has_happened_before(shortens: bool, tmp_path: Path) -> None:
+    seed = 1 if shortens else 2
+    simulation = simulation_of(seed, standbys=1, journal=str(tmp_path / "journal"))
+    before: list[tuple[float, str]] = []
+
+    def script(node: Postoffice) -> Any:
+        yield node.ready
+        yield 40.0
+        if node is simulation.workers[0]:
+            before.extend(happened(simulation))
+            simulation.restart_scheduler(5.0)
+        yield 20.0
+
+    simulation.at(5.0, lambda: simulation.kill_server(0))
+    simulation.run(script)
+    simulation.finish()
+    *known, (_, last) = happened(simulation)
+    assert len(before) == 2 and known == before
+    assert last == "scheduler goes on in the place of the lost one"
 
 
 def test_a_process_that_joins_later_knows_whom_others_have_replaced(tmp_path: Path) -> None:
