@@ -37,6 +37,10 @@ _SLOWER = 0.9
 """A worker is reported as slow if its rate is below this share of the fastest worker's, ..."""
 _LESS_WAIT = 0.1
 """... or if it waits this much less than the others, because they wait for it."""
+_TOGETHER_S = 2.0
+"""Workers whose first steps ended within this time have begun together."""
+_LONGEST_AVERAGE_S, _AVERAGED_STEPS = 20.0, 10
+"""A worker's averages are over no longer time than these (``stores/dist/progress.py``)."""
 _TRAFFIC = ("sent_bytes", "received_bytes", "shared_bytes")
 _COUNTS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -285,7 +289,7 @@ def _slowest(workers: Sequence[NodeStatus]) -> str:
     if silent and len(workers) > 1:
         return max(silent, key=lambda node: node.silent_s).name
     trained = [(node, each) for node, each in _trained(workers) if each.steps]
-    if len(trained) < 2:
+    if len(trained) < 2 or not _are_comparable([each for _, each in trained]):
         return ""
     fastest = max(each.steps_per_s for _, each in trained)
     node, each = min(trained, key=lambda pair: pair[1].steps_per_s)
@@ -294,6 +298,18 @@ def _slowest(workers: Sequence[NodeStatus]) -> str:
     shares = sorted(each.communication for _, each in trained)
     node, each = min(trained, key=lambda pair: pair[1].communication)
     return node.name if shares[1] - shares[0] >= _LESS_WAIT else ""
+
+
+def _are_comparable(found: Sequence[Progressed]) -> bool:
+    """Return whether the averages of all workers are of the same time.
+
+    They are not if one has begun later, in place of a lost one: the others' contain the pause.
+    """
+    times = [each.trained_s for each in found]
+    has_averaged = min(times) >= _LONGEST_AVERAGE_S and all(
+        each.steps > _AVERAGED_STEPS for each in found
+    )
+    return has_averaged or max(times) - min(times) < _TOGETHER_S
 
 
 # -- one line ---------------------------------------------------------------------------------

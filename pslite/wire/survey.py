@@ -57,6 +57,8 @@ class Progressed(NamedTuple):
     """The share of the same time, from 0 to 1, that the script waited in calls of stores."""
     since_step_s: float
     """Time since the last step; 0 before the first."""
+    trained_s: float = 0.0
+    """Time since the first step; 0 before it."""
 
 
 class NodeReport(NamedTuple):

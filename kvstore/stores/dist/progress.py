@@ -52,7 +52,7 @@ class StoreProgress:
         self._most_pushes = 0
         #: Replaced, never modified, since another thread reads it.
         self._marks: tuple[_Mark, ...] = ()
-        self._stepped_at = 0.0
+        self._first_at = self._stepped_at = 0.0
         #: Thread -> when its wait began, the awaited future, and the future that ends the wait
         #: (None until the wait is long, and for a wait with a limit).
         self._waits: dict[int, tuple[float, Future[Any], Future[None] | None]] = {}
@@ -88,6 +88,8 @@ class StoreProgress:
 
     def _mark(self, count: int) -> None:
         self._stepped_at = now = self._clock()
+        if not self._marks:
+            self._first_at = now
         if not self._marks or now - self._marks[-1].at >= _MARK_S:
             mark = _Mark(now, count, self._samples, self._waited_s)
             self._marks = (*self._marks[1 - _MARKS :], mark)
@@ -137,6 +139,7 @@ class StoreProgress:
             samples_per_s=max(0.0, min(samples, _MOST_SAMPLES) - first.samples) * per_s,
             communication=min(1.0, max(0.0, waited_s - first.waited_s) / max(now - first.at, 1e-9)),
             since_step_s=max(0.0, now - self._stepped_at) if count else 0.0,
+            trained_s=max(0.0, now - self._first_at) if count else 0.0,
         )
 
     def waits(self) -> list[Wait]:

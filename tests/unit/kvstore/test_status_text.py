@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvstore.status import Summary, as_json, as_line, as_table, main, rates, summarise
+from kvstore.stores.dist.progress import StoreProgress
 from pslite.wire.survey import (
     Event,
     NodeReport,
@@ -34,8 +35,10 @@ def node(
     return NodeStatus(role, rank, "host", 100 + rank, state, 0.0, "", found)
 
 
-def progress(steps: int = 10, per_s: float = 2.0, share: float = 0.5) -> Progressed:
-    return Progressed(steps, 32 * steps, per_s, 32 * per_s, share, 0.25)
+def progress(
+    steps: int = 10, per_s: float = 2.0, share: float = 0.5, trained_s: float = 5.0
+) -> Progressed:
+    return Progressed(steps, 32 * steps, per_s, 32 * per_s, share, 0.25, trained_s)
 
 
 def survey(*nodes: NodeStatus, state: str = "running") -> Survey:
@@ -63,6 +66,36 @@ def test_the_worker_that_waits_for_nobody_is_the_one_that_others_wait_for() -> N
 def test_a_worker_with_fewer_steps_a_second_is_the_slowest_whatever_it_waits() -> None:
     slow = two_workers(progress(per_s=1.0, share=0.9), progress(share=0.1))
     assert summarise(slow).slowest == "worker 0"
+
+
+@pytest.mark.parametrize(
+    ("steps", "trained_s", "is_named"),
+    [(15, 19.0, False), (10, 21.0, False), (11, 20.0, True), (3, 98.5, True)],
+)
+def test_a_worker_that_began_later_is_compared_once_no_average_contains_the_pause(
+    steps: int, trained_s: float, is_named: bool
+) -> None:
+    for of_one in ({"per_s": 1.0}, {"share": 0.9}):  # of the worker that had to wait for the other
+        first = progress(100, trained_s=100.0)
+        waited = first._replace(
+            steps_per_s=of_one.get("per_s", 2.0), communication=of_one.get("share", 0.5)
+        )
+        found = summarise(two_workers(waited, progress(steps, trained_s=trained_s))).slowest
+        assert bool(found) is is_named
+
+
+def test_a_worker_that_has_taken_a_place_is_not_yet_slow_in_a_synchronous_job() -> None:
+    """Both make a step every half second; the old one waited 30 s for the other."""
+    clock = [100.0]
+    old, new = (StoreProgress(lambda: clock[0]) for _ in range(2))
+    named = []
+    for number in range(300):
+        clock[0] += 30.0 if number == 50 else 0.5
+        old.step(32)
+        if number >= 50:
+            new.step(32)
+        named.append(summarise(two_workers(old.progressed(), new.progressed())).slowest)
+    assert set(named) == {""}
 
 
 def test_a_silent_worker_is_the_slowest() -> None:

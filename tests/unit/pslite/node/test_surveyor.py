@@ -26,7 +26,7 @@ from pslite.wire.survey import (
 )
 
 WAIT = Wait("key 'w'", 7, ("worker 1",), 12.5)
-PROGRESS = Progressed(10, 320, 1.5, 48.0, 0.25, 0.5)
+PROGRESS = Progressed(10, 320, 1.5, 48.0, 0.25, 0.5, 9.5)
 REPORT = NodeReport("1.0", 3.5, 1, 2, 3, 4, 5, 6, PROGRESS, (WAIT,))
 NODE = NodeStatus("worker", 1, "host", 4711, "running", 0.5, "", REPORT)
 SILENT = NodeStatus("server", 0, "host", 4712, "silent", 9.0, "", None)

@@ -45,7 +45,7 @@ def test_steps_of_two_seconds_are_half_a_step_a_second(
         clock.now += 2.0
         progress.step(32)
     clock.now += 1.0
-    assert progress.progressed() == Progressed(5, 160, 0.5, 16.0, 0.0, 1.0)
+    assert progress.progressed() == Progressed(5, 160, 0.5, 16.0, 0.0, 1.0, 9.0)
 
 
 def test_rates_are_those_of_the_last_time_and_not_of_all(
@@ -108,7 +108,7 @@ def test_steps_count_and_rounds_do_not_where_steps_are_told(
         progress.pushed(1, "a")
         progress.pushed(1, "a")
         progress.step(10)
-    assert progress.progressed() == Progressed(4, 40, 1.0, 10.0, 0.0, 0.0)
+    assert progress.progressed() == Progressed(4, 40, 1.0, 10.0, 0.0, 0.0, 3.0)
 
 
 def test_communication_is_the_share_of_time_in_waits(clock: Clock, progress: StoreProgress) -> None:
