@@ -217,7 +217,7 @@ def test_a_state_of_one_worker_that_cannot_be_saved_is_told_before_the_first_ste
 ) -> None:
     def begin(kv: KVStore) -> None:
         state = {"a": object()} if kv.rank == 1 else {}
-        with pytest.raises(CheckpointError, match=r"^worker 1: state\['a'\]: an object may hold"):
+        with pytest.raises(CheckpointError, match=r"^worker 1: state\['a'\] cannot be saved: an"):
             kv.steps(4, state, tmp_path, 1)
 
     with Workers("dist_sync", 2, 1) as workers:
