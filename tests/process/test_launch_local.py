@@ -183,7 +183,7 @@ def test_success_leaves_neither_processes_nor_logs_and_prefixes_every_line(job: 
         "[launcher] all have joined: 2 workers and 1 server on this machine; "
         "scheduler at 127.0.0.1:"
     )
-    assert complete.endswith(", kept if the job fails")
+    assert complete.endswith(", kept if the job fails or loses a process")
     assert job.logs() == []
     assert job.left() == []
 

@@ -91,7 +91,8 @@ def run_job(
     try:
         while True:
             facts = JobFacts(secrets.token_hex(8), checkout_root(), attempt=num_failed)
-            shown_logs = f"{logs}, kept if the job fails" if is_temporary else str(logs)
+            when_kept = ", kept if the job fails or loses a process" if is_temporary else ""
+            shown_logs = f"{logs}{when_kept}"
             num_left = options.restarts - num_failed - num_single
             may_try = num_left > 0
             try:
