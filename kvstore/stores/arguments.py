@@ -114,10 +114,11 @@ def futures_in(what: Any) -> list[Future[Any]] | None:
 
 
 def check_priority(priority: object) -> None:
-    """Raise ``ArgumentTypeError`` unless this is an integer."""
-    if type(priority) is not int and not isinstance(priority, _INTEGERS):
+    """Raise ``ArgumentTypeError`` unless this is an integer of at most 64 bits."""
+    if not isinstance(priority, _INTEGERS) or not -(2**63) <= priority < 2**63:
         raise ArgumentTypeError(
-            f"priority must be an int (higher values are sent first), got {priority!r}"
+            "priority must be an int of at most 64 bits (higher values are sent first), got "
+            f"{priority!r:.60}"
         )
 
 

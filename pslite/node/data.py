@@ -7,6 +7,7 @@ allow, and hands a server's work to the pool. A worker has a ``WorkerPlane``; a 
 
 from __future__ import annotations
 
+import heapq
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -100,6 +101,10 @@ class Traffic:
         self._owners: weakref.WeakKeyDictionary[PartOwner, None] = weakref.WeakKeyDictionary()
         #: The last reports of servers to this worker about long open rounds: (time, text).
         self.reports: deque[tuple[float, str]] = deque(maxlen=16)
+        #: Worker's uid -> answers that wait for room on its connection, as heaps of (-priority,
+        #: number, node, answer).
+        self._unsent: dict[str, list[tuple[int, int, int, Send]]] = {}
+        self._num_queued = 0
 
     def serve(self, plane: ServerPlane, handle: Handler) -> None:
         """Set a server's half of the plane; call it before the node runs.
@@ -255,15 +260,36 @@ class Traffic:
         text = f"{error}; this call no longer accesses {self._name_of(message.parts[0])}"
         return NodeLostError(text, role=error.role, rank=error.rank)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for room on a connection."""
+        return bool(self.worker.outbox or self._unsent)
+
+    @property
+    def everything_sent(self) -> bool:
+        """Whether no request and no answer waits to be sent."""
+        return self.worker.everything_sent and not self._unsent
+
+    @property
+    def num_unsent(self) -> int:
+        """The number of messages that wait for room on a connection."""
+        return self.worker.num_unsent + sum(map(len, self._unsent.values()))
+
     def send_queued(self, now: float) -> None:
-        """Pass the worker's messages to the van, as far as credits allow."""
+        """Send what connections have room for, highest priority first."""
+        for uid, queue in list(self._unsent.items()):
+            while queue and self._office.links.has_room(uid):
+                *_, node, effect = heapq.heappop(queue)
+                if self._office.membership.uids.get(node) == uid:  # else it was lost
+                    self._send_now(node, effect)
+            if not queue:
+                del self._unsent[uid]
         plane, office = self.worker, self._office
-        credit_bytes = office.config.credit_bytes
         for server in list(plane.outbox):
             peer = office.membership.uids.get(server)
             if peer is not None and office.sharing.awaits(peer, now):
                 continue
-            while peer is not None and office.links.unaccepted_bytes(peer) < credit_bytes:
+            while peer is not None and office.links.has_room(peer):
                 send = plane.take(server)
                 if send is None:
                     break
@@ -285,8 +311,10 @@ class Traffic:
 
     def has_waiting(self, node: int) -> bool:
         """Return whether the worker ``node`` waits for an answer from this server."""
-        is_worker = role_of(node) is Role.WORKER
-        return self._server is not None and is_worker and self._server.has_waiting(rank_of(node))
+        if self._server is None or role_of(node) is not Role.WORKER:
+            return False
+        is_queued = self._office.membership.uids.get(node) in self._unsent
+        return is_queued or self._server.has_waiting(rank_of(node))
 
     def tick(self, now: float) -> None:
         """Report a server's rounds that have been open for a long time."""
@@ -327,6 +355,7 @@ class Traffic:
     def close(self) -> None:
         """Release the app and all memory: the node has ended."""
         self._server = self.primary = self.standby = None
+        self._unsent.clear()
         self.worker.close()
 
     # -- inside ------------------------------------------------------------------------
@@ -340,6 +369,20 @@ class Traffic:
                 self._run_jobs(effect)
 
     def _send(self, worker: int, effect: Send) -> None:
+        """Send a server's message to a worker, or queue its values until there is room."""
+        peer = self._office.membership.uids.get(worker)
+        if peer is None:
+            return
+        is_near = self._office.sharing.reaches(peer)  # it reads the values from this memory
+        has_room = peer not in self._unsent and self._office.links.has_room(peer)
+        if not effect.frames or is_near or has_room:
+            self._send_now(worker, effect)
+            return
+        self._num_queued += 1
+        entry = (-effect.priority, self._num_queued, worker, effect)
+        heapq.heappush(self._unsent.setdefault(peer, []), entry)
+
+    def _send_now(self, worker: int, effect: Send) -> None:
         """Send a server's message to a worker, or an error if it cannot be sent."""
         try:
             self._office.send(worker, effect.message, effect.frames)

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from pslite.errors import ConfigError, ProtocolError, UsageError
@@ -81,15 +82,16 @@ class Links:
         job: str,
         incarnation: int,
         resend_timeout_s: float,
-        tell_bytes: int = TELL_BYTES,
+        credit_bytes: int = 1 << 62,
         trace: Callable[[str, str, Message, Sequence[Any]], None] | None = None,
         objection: Objection | None = None,
     ) -> None:
         self._van = van
         self._job = job
         self.incarnation = incarnation
-        self._resend_timeout_s = resend_timeout_s
-        self._tell_bytes = tell_bytes
+        self._new_channel = partial(Channel, resend_timeout_s, credit_bytes)
+        #: Early enough that a sender does not wait for credits.
+        self._tell_bytes = min(TELL_BYTES, credit_bytes // 8)
         self._trace = trace
         self._objection = objection
         self._sharing = sharing
@@ -181,6 +183,18 @@ class Links:
         entry = self._peers.get(peer)
         return 0 if entry is None else entry.channel.unaccepted_bytes
 
+    def has_room(self, peer: str) -> bool:
+        """Return whether another large message to a peer may be sent now.
+
+        A peer that reads memory of this node needs no connection for the values.
+        """
+        entry = self._peers.get(peer)
+        if entry is None:
+            return True
+        channel, is_near = entry.channel, self._sharing.reaches(peer)
+        most = channel.credit_bytes if is_near else channel.window_bytes
+        return channel.unaccepted_bytes < most
+
     def byte_counts(self) -> dict[str, tuple[int, int]]:
         """Return the bytes (sent to, received from) each peer. From any thread.
 
@@ -207,7 +221,7 @@ class Links:
 
     # -- receiving ---------------------------------------------------------------------
 
-    def receive(self, event: Received) -> Delivery | None:
+    def receive(self, event: Received, now: float) -> Delivery | None:
         """Return the message in a transmission if it is new and for this node; else None."""
         if event.peer in self._closed:
             self._drop_from_lost(event.peer)
@@ -244,9 +258,11 @@ class Links:
             entry = self._new_stranger(event.peer)
         if 0 < entry.incarnation < envelope.sender and type(message) is Register:
             entry = self._begin_anew(event.peer, entry.own)  # the node has begun anew, too
-        return self._take_in(event, envelope, entry)
+        return self._take_in(event, envelope, entry, now)
 
-    def _take_in(self, event: Received, envelope: Envelope, entry: _PeerTraffic) -> Delivery | None:
+    def _take_in(
+        self, event: Received, envelope: Envelope, entry: _PeerTraffic, now: float
+    ) -> Delivery | None:
         """Return a message if it is new on the channel of its sender."""
         if entry.incarnation == 0:
             entry.incarnation = envelope.sender
@@ -264,7 +280,7 @@ class Links:
         if self._trace is not None:
             self._trace("<=", event.peer, envelope.message, frames)
         channel = entry.channel
-        entry.progress += channel.accepted(envelope.accepted, envelope.accepted_also)
+        entry.progress += channel.accepted(envelope.accepted, envelope.accepted_also, now)
         if envelope.sequence:
             fresh = channel.admit(envelope.sequence)
             self._tell_at.setdefault(event.peer, 0.0)
@@ -312,7 +328,7 @@ class Links:
         return entry
 
     def _begin_anew(self, peer: str, own: int) -> _PeerTraffic:
-        entry = self._peers[peer] = _PeerTraffic(Channel(self._resend_timeout_s), own)
+        entry = self._peers[peer] = _PeerTraffic(self._new_channel(), own)
         return entry
 
     def reopen(self, peer: str) -> None:

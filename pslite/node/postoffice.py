@@ -27,7 +27,7 @@ from pslite.memory.sharing import Sharing
 from pslite.node.customer import Customers, Handler, Reply
 from pslite.node.data import TICK_INTERVAL_S, Traffic
 from pslite.node.io_queue import IOQueue
-from pslite.node.links import TELL_BYTES, Delivery, Links
+from pslite.node.links import Delivery, Links
 from pslite.node.log import Log
 from pslite.node.message_filter import FROM_MEMBERS, Admission
 from pslite.node.office import Control
@@ -87,8 +87,7 @@ class Postoffice:
             job=config.job_id,
             incarnation=incarnation,
             resend_timeout_s=config.resend_timeout_s,
-            # Send acceptances early enough that a sender does not wait for credits.
-            tell_bytes=min(TELL_BYTES, config.credit_bytes // 8),
+            credit_bytes=config.credit_bytes,
             trace=log.trace if config.verbose >= 2 else None,
             objection=self.admission.objection,
         )
@@ -346,7 +345,7 @@ class Postoffice:
         worked = bool(events)
         for event in events:
             if type(event) is Received:
-                delivery = self.links.receive(event)
+                delivery = self.links.receive(event, now)
                 self.watch.heard(event.peer, now)
                 if delivery is not None:
                     self._dispatch(delivery, now)
@@ -357,7 +356,7 @@ class Postoffice:
             self.links.resend(now)
             self.io_queue.timers.run(now)
             self.io_queue.run()
-        if self.traffic.worker.outbox:
+        if self.traffic.has_unsent:
             self.traffic.send_queued(now)
         self.links.flush(self.membership.epoch, now)
         if self.io_queue.looks:

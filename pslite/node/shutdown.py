@@ -191,7 +191,7 @@ class Shutdown:
         for pushes of a worker that has said goodbye.
         """
         node = self._node
-        is_accepted = not node.io_queue.commands and self._traffic.worker.everything_sent
+        is_accepted = not node.io_queue.commands and self._traffic.everything_sent
         if not is_accepted or not node.links.everything_accepted():
             return False
         if node.role is Role.SERVER:
@@ -233,7 +233,7 @@ class Shutdown:
                 f"{node.membership.peer_title(peer)} has not accepted {_amount(count, nbytes)}"
                 for peer, (count, nbytes) in unaccepted.items()
             ]
-            unsent = self._traffic.worker.num_unsent
+            unsent = self._traffic.num_unsent
             waits += [f"{unsent} further messages wait to be sent"] if unsent else []
             return ", ".join(waits)
         if node.role is not Role.WORKER:

@@ -213,6 +213,8 @@ class Send(NamedTuple):
     peer: int
     message: Message
     frames: Sequence[Buffer] = ()
+    priority: int = 0
+    """If there are several to a peer, one with values of a higher priority goes first."""
 
 
 class Run(NamedTuple):

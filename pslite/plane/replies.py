@@ -41,6 +41,7 @@ class Value(NamedTuple):
     """The request of a pull in the app's own form; None for a plain value."""
     before_last: bool = False
     """Whether that pull gets the values before the last round."""
+    priority: int = 0
 
 
 class Replies:
@@ -142,7 +143,9 @@ def _answer(
         return Send(rank, Answer(pushed, parts, rounds, versions, ()))
     if source in (Source.COPY, Source.BEFORE_LAST):
         frames = app.read_again(parts, before_last=source is Source.BEFORE_LAST)
-    return Send(rank, Answer(pushed, parts, rounds, versions, sizes), frames or app.read(parts))
+    answer = Answer(pushed, parts, rounds, versions, sizes)
+    priority = max(entry.priority for entry in entries)
+    return Send(rank, answer, frames or app.read(parts), priority)
 
 
 def _repeated(entries: Sequence[Value], numbers: Sequence[int]) -> Ints:

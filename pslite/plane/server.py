@@ -318,6 +318,7 @@ class ServerPlane:
             is_fit = unit is not None and unit.push_sizes == sizes
             piece = _whole_piece(unit, frames) if unit is not None and is_fit else None
             if unit is not None and piece is not None and self._is_fine(unit, piece):
+                unit.priority = message.priority
                 if unit.contribute(rank, rounds[0], piece, message.pull, self._gone, replies):
                     ready.append(unit)
                 return
@@ -333,8 +334,10 @@ class ServerPlane:
                 unit.refuse(rank, round_, UsageError(text), replies)
             elif (error := self._why_malformed(unit, part, piece)) is not None:
                 unit.refuse(rank, round_, error, replies)
-            elif unit.contribute(rank, round_, piece, message.pull, self._gone, replies):
-                ready.append(unit)
+            else:
+                unit.priority = message.priority
+                if unit.contribute(rank, round_, piece, message.pull, self._gone, replies):
+                    ready.append(unit)
 
     def _is_fine(self, unit: Unit, piece: Piece) -> bool:
         """Return whether the app accepts all parts of a push of a whole unit."""
@@ -385,6 +388,7 @@ class ServerPlane:
                 else:
                     replies.fail(rank, False, True, error, unit.parts, round_)
                 continue
+            unit.priority = message.priority
             if not is_push:
                 unit.pull(rank, unit.parts, unit.sizes, round_, False, replies, formed)
             elif unit.contribute(rank, round_, formed, False, self._gone, replies):
@@ -410,6 +414,7 @@ class ServerPlane:
                 and self._parts.units.get(parts[stop]) is unit
             ):
                 stop += 1
+            unit.priority = message.priority
             asked = parts[start:stop]
             sizes = tuple(map(self._parts.sizes.__getitem__, asked))
             unit.pull(rank, asked, sizes, rounds[start], False, replies)

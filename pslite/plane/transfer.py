@@ -75,7 +75,7 @@ class Transfer:
         self.pull = sink is not None
         self.sink = sink
         self.done = done
-        self.priority = priority
+        self.priority = int(priority)  # also an integer of NumPy
         #: The caller no longer wants the values (a time-out), so they are not copied out.
         self.abandoned = False
         #: Index of a failed part -> its error; None if any part may have failed.

@@ -81,6 +81,8 @@ class Unit:
     refused: dict[int, dict[int, BaseException]] = field(default_factory=dict)
     #: The open round and when ``overdue`` first saw it; and when it was last reported.
     opened_at: tuple[int, float] | None = None
+    #: That of the last request: how urgently workers need the values.
+    priority: int = 0
     reported_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -152,7 +154,7 @@ class Unit:
             source = self._source(rank, after_round)
             is_before = source is Source.BEFORE_LAST
             version = self.rounds.version - is_before
-            value = Value(parts, sizes, after_round, version, wanted, is_before)
+            value = Value(parts, sizes, after_round, version, wanted, is_before, self.priority)
             if source is Source.NONE:
                 error = UsageError(
                     f"the values after round {after_round} are no longer there, in round {version}:"
@@ -227,7 +229,7 @@ class Unit:
             if error is not None:
                 replies.fail(rank, True, True, error, self.parts, round_)
             else:
-                value = Value(self.parts, self.sizes, round_, version)
+                value = Value(self.parts, self.sizes, round_, version, priority=self.priority)
                 source = self._source(rank, round_) if wanted else Source.NONE
                 replies.answer(rank, True, source, value)
         self._answer_pulls(replies)

@@ -459,6 +459,7 @@ class WorkerPlane:
             rounds,
             sizes if has_payload else (),
             transfer.form,
+            transfer.priority,
         )
         self._sequence += 1
         chosen = indices if has_payload and len(parts) < len(transfer.parts) else None

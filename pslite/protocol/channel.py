@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pslite.protocol.send_window import Departure, SendWindow
 from pslite.wire.base import Ints, Message
 
 #: The most numbers above the low-water mark in one acknowledgement.
@@ -42,6 +43,8 @@ class Outgoing:
     repeats: int = 0
     #: The bytes sent to the peer up to the end of this message's last transmission.
     position: int = 0
+    #: The window when it was sent; None for a message that does not count as in flight.
+    departure: Departure | None = None
 
     def due_at(self, timeout_s: float) -> float:
         return self.sent_at + timeout_s * (1 << min(self.repeats, MAX_BACKOFF))
@@ -50,8 +53,11 @@ class Outgoing:
 class Channel:
     """One end of the channel to one incarnation of a peer."""
 
-    def __init__(self, resend_timeout_s: float) -> None:
+    def __init__(self, resend_timeout_s: float, credit_bytes: int = 1 << 62) -> None:
         self._timeout_s = resend_timeout_s
+        self._window = SendWindow(credit_bytes)
+        #: The most bytes that may be in flight.
+        self.credit_bytes = credit_bytes
         self._next_sequence = 1
         self._unaccepted: dict[int, Outgoing] = {}
         #: When to call ``repeats`` next.
@@ -70,27 +76,30 @@ class Channel:
         self._next_sequence += 1
         self._unaccepted[outgoing.sequence] = outgoing
         self.unaccepted_bytes += nbytes
+        if nbytes:
+            outgoing.departure = self._window.sent(nbytes, self.unaccepted_bytes, now)
         due_at = outgoing.due_at(self._timeout_s)
         if due_at < self.next_due:
             self.next_due = due_at
         return outgoing
 
-    def accepted(self, low: int, also: Iterable[int]) -> bool:
+    def accepted(self, low: int, also: Iterable[int], now: float) -> bool:
         """Forget messages that the peer has accepted; return whether there were any."""
         before = len(self._unaccepted)
         for sequence in list(self._unaccepted):
             if sequence > low:
                 break
-            self._forget(sequence)
+            self._forget(sequence, now)
         for sequence in also:
-            self._forget(sequence)
+            self._forget(sequence, now)
         if not self._unaccepted:
             self.next_due = math.inf
         return len(self._unaccepted) != before
 
     def withdraw(self, outgoing: Outgoing) -> None:
         """Free the number of the newest message, which could not be sent."""
-        self._forget(outgoing.sequence)
+        del self._unaccepted[outgoing.sequence]
+        self.unaccepted_bytes -= outgoing.nbytes
         self._next_sequence = outgoing.sequence
 
     def drop_outgoing(self) -> None:
@@ -99,10 +108,17 @@ class Channel:
         self.unaccepted_bytes = 0
         self.next_due = math.inf
 
-    def _forget(self, sequence: int) -> None:
+    def _forget(self, sequence: int, now: float) -> None:
         outgoing = self._unaccepted.pop(sequence, None)
-        if outgoing is not None:
+        if outgoing is not None and outgoing.departure is not None:
             self.unaccepted_bytes -= outgoing.nbytes
+            if not outgoing.repeats:
+                self._window.accepted(outgoing.nbytes, outgoing.departure, now)
+
+    @property
+    def window_bytes(self) -> int:
+        """How many bytes should be in flight, so that the connection is busy and not more."""
+        return self._window.nbytes
 
     @property
     def everything_accepted(self) -> bool:

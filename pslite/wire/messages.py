@@ -176,6 +176,8 @@ class Exchange(Message):
     """Bytes of each part in the payload; empty without one."""
     form: Natural = 0
     """0: the payload is the parts' plain values."""
+    priority: int = 0
+    """An answer with values of a higher priority is sent first."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

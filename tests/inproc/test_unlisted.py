@@ -62,7 +62,7 @@ class Stranger:
 
     def hear(self) -> list[Message]:
         deliveries = [
-            self.links.receive(event)
+            self.links.receive(event, 0.0)
             for event in self.van.poll(0.05)
             if isinstance(event, pslite.van.base.Received)
         ]

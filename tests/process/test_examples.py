@@ -121,6 +121,14 @@ def test_push_pull_of_two_workers_shows_sums_over_both(make_job: MakeJob) -> Non
 
 
 @slow
+def test_gradients_with_priorities_train(make_job: MakeJob) -> None:
+    lines = launch(make_job, "examples/kvstore/priority.py", "dist_sync")[0]
+    first, last = (float(line.rpartition(" ")[2]) for line in (lines[0], lines[-1]))
+    assert first > 1.0
+    assert last < 0.05
+
+
+@slow
 def test_an_embedding_learns_with_the_rows_of_its_batches_alone() -> None:
     script = "examples/kvstore/embedding.py"
     assert len((ROOT / script).read_text(encoding="utf-8").splitlines()) <= 80

@@ -136,8 +136,8 @@ def mail(plane: WorkerPlane, server: int = SERVER) -> list[Send]:
     return sends
 
 
-def pushed(part: int, round_: int, *, pull: bool = False) -> Exchange:
-    return Exchange(True, pull, (part,), (round_,), (8,))
+def pushed(part: int, round_: int, *, pull: bool = False, priority: int = 0) -> Exchange:
+    return Exchange(True, pull, (part,), (round_,), (8,), priority=priority)
 
 
 def pulled(part: int, after_round: int) -> Exchange:
@@ -185,15 +185,25 @@ def make_server(
 
 
 def push_to(
-    plane: ServerPlane, rank: int, parts: Ints, round_: int, *values: int, pull: bool = False
+    plane: ServerPlane,
+    rank: int,
+    parts: Ints,
+    round_: int,
+    *values: int,
+    pull: bool = False,
+    priority: int = 0,
 ) -> list[Effect]:
     """A worker's push of one integer for each part."""
-    message = Exchange(True, pull, parts, (round_,) * len(parts), (8,) * len(parts))
+    rounds, sizes = (round_,) * len(parts), (8,) * len(parts)
+    message = Exchange(True, pull, parts, rounds, sizes, priority=priority)
     return plane.exchange(rank, plane.epoch, message, [counts(*values)])
 
 
-def pull_from(plane: ServerPlane, rank: int, parts: Ints, after_round: int) -> list[Effect]:
-    message = Exchange(False, True, parts, (after_round,) * len(parts), ())
+def pull_from(
+    plane: ServerPlane, rank: int, parts: Ints, after_round: int, *, priority: int = 0
+) -> list[Effect]:
+    rounds = (after_round,) * len(parts)
+    message = Exchange(False, True, parts, rounds, (), priority=priority)
     return plane.exchange(rank, plane.epoch, message, [])
 
 
@@ -368,7 +378,7 @@ class Cluster:
     def _arrive(self) -> None:
         packet = self._in_flight.pop(self.random.randrange(len(self._in_flight)))
         channel = self._channels[packet.receiver, packet.sender]
-        channel.accepted(packet.low, packet.also)
+        channel.accepted(packet.low, packet.also, 0.0)
         if packet.message is None:
             return
         self._owing[packet.receiver, packet.sender] = None

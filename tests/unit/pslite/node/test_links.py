@@ -80,7 +80,7 @@ class Node:
         return [decode(frames).message for frames in self.transmissions()]
 
     def hear(self, peer: Node, frames: Sequence[bytes]) -> Delivery | None:
-        return self.links.receive(Received(peer.wire.uid, list(frames)))
+        return self.links.receive(Received(peer.wire.uid, list(frames)), 0.0)
 
 
 def pass_on(sender: Node, receiver: Node) -> list[Message]:
@@ -474,7 +474,7 @@ def test_an_observers_question_is_delivered_and_begins_no_conversation(
     node = Node("scheduler", 7)
     question = StatusQuestion(3, "1.0")
     envelope = Envelope(job, 0, 99, 0, sequence, 0, (), (), question)
-    assert node.links.receive(Received("O1", [encode(envelope)])) == Delivery(
+    assert node.links.receive(Received("O1", [encode(envelope)]), 0.0) == Delivery(
         "O1", 99, 0, question, ()
     )
     assert node.links.byte_counts() == {}
@@ -485,7 +485,7 @@ def test_an_observers_question_is_delivered_and_begins_no_conversation(
 def test_an_observer_of_another_job_is_refused_by_its_id() -> None:
     node = Node("scheduler", 7)
     envelope = Envelope("another", 0, 99, 0, 0, 0, (), (), StatusQuestion(3, "1.0"))
-    assert node.links.receive(Received("O1", [encode(envelope)])) is None
+    assert node.links.receive(Received("O1", [encode(envelope)]), 0.0) is None
     [(peer, [header])] = node.wire.sent
     assert peer == "O1"
     assert isinstance(decode([header]).message, Refused)
@@ -494,7 +494,7 @@ def test_an_observer_of_another_job_is_refused_by_its_id() -> None:
 def test_no_other_message_may_come_without_the_jobs_id() -> None:
     node = Node("scheduler", 7)
     envelope = Envelope("", 0, 99, 0, 0, 0, (), (), Beat())
-    assert node.links.receive(Received("O1", [encode(envelope)])) is None
+    assert node.links.receive(Received("O1", [encode(envelope)]), 0.0) is None
 
 
 def test_a_message_is_sent_again_when_it_has_left_and_not_while_a_slow_link_carries_it() -> None:

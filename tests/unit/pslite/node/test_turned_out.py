@@ -48,7 +48,7 @@ def make_links() -> tuple[Wire, Links]:
 def hear(links: Links, peer: str, message: Message, sequence: int = 1) -> bool:
     """A message of a peer arrives; returns whether it is passed on."""
     frames = [encode(Envelope("job", 1, THEIRS, 0, sequence, 0, (), (), message))]
-    return links.receive(Received(peer, frames)) is not None
+    return links.receive(Received(peer, frames), 0.0) is not None
 
 
 def test_whatever_a_turned_out_process_says_is_answered_with_the_refusal() -> None:
@@ -102,7 +102,7 @@ def test_another_process_is_heard_after_the_one_before_was_turned_out() -> None:
 def test_not_even_a_strangers_bytes_from_a_turned_out_process_do_harm() -> None:
     wire, links = make_links()
     links.turn_out("W1", REFUSAL)
-    assert links.receive(Received("W1", [b"nonsense"])) is None
+    assert links.receive(Received("W1", [b"nonsense"]), 0.0) is None
     assert len(wire.sent) == 1
 
 

@@ -64,7 +64,7 @@ def test_what_waits_to_be_sent_is_sent_once_and_in_its_order() -> None:
     plane.submit(ask(2, push=[ONE], priority=1).transfer)
     plane.reroute(SERVER)
     assert first is not None
-    assert messages(plane) == [pushed(2, 1), pushed(1, 1), pushed(1, 2)]
+    assert messages(plane) == [pushed(2, 1, priority=1), pushed(1, 1), pushed(1, 2)]
 
 
 def test_a_second_loss_before_anything_is_sent_changes_nothing() -> None:

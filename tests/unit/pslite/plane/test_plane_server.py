@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from plane_helpers import (
@@ -18,7 +20,8 @@ from plane_helpers import (
 )
 
 from pslite.errors import ProtocolError, UsageError
-from pslite.plane import Piece, Run, Send, ServerPlane
+from pslite.plane import Effect, Piece, Run, Send, ServerPlane
+from pslite.plane.replies import Replies, Source, Value
 from pslite.wire.messages import Answer, Exchange, PartsFailed, RoundWaits, StaleEpoch
 
 GONE = UsageError("the key was deleted")
@@ -215,6 +218,44 @@ def test_what_was_held_for_an_epoch_that_was_skipped_is_stale() -> None:
 
 
 # -- parts --------------------------------------------------------------------------------
+
+
+# -- priorities ---------------------------------------------------------------------------
+
+
+def priorities(effects: Sequence[Effect]) -> list[tuple[int, int]]:
+    """(rank, priority) of the values among effects."""
+    sends = [effect for effect in effects if isinstance(effect, Send)]
+    return [(send.peer, send.priority) for send in sends if send.frames]
+
+
+def test_a_pulled_value_has_the_priority_of_the_pull() -> None:
+    plane = make_server(CountingApp(), [0], 1)
+    assert priorities(pull_from(plane, 0, (1,), 0, priority=-7)) == [(0, -7)]
+    assert priorities(pull_from(plane, 0, (1,), 0)) == [(0, 0)]
+
+
+def test_a_pull_that_waits_keeps_its_priority() -> None:
+    plane = make_server(CountingApp(), [0, 1], 1)
+    push_to(plane, 0, (1,), 1, 5)
+    assert pull_from(plane, 0, (1,), 1, priority=6) == []
+    assert priorities(carry_out(plane, push_to(plane, 1, (1,), 1, 5, priority=6))) == [(0, 6)]
+
+
+def test_values_after_a_round_have_the_priority_of_its_last_push() -> None:
+    plane = make_server(CountingApp(), [0, 1], 1)
+    push_to(plane, 0, (1,), 1, 5, pull=True, priority=3)
+    effects = carry_out(plane, push_to(plane, 1, (1,), 1, 5, pull=True, priority=4))
+    assert priorities(effects) == [(0, 4), (1, 4)]
+
+
+def test_an_answer_of_several_parts_has_their_highest_priority() -> None:
+    plane = make_server(CountingApp(), [0], 1, 2)
+    replies = Replies()
+    for part, priority in ((1, -2), (2, 3)):
+        entry = Value((part,), (8,), 0, 0, priority=priority)
+        replies.answer(0, False, Source.CURRENT, entry)
+    assert priorities(list(replies.sends(plane.app, 64))) == [(0, 3)]
 
 
 def test_a_part_cannot_be_opened_twice() -> None:

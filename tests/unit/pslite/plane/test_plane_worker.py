@@ -104,7 +104,9 @@ def test_the_highest_priority_goes_first_and_equals_go_in_order() -> None:
     plane = WorkerPlane(window=2)
     for part, priority in ((1, -1), (2, 5), (3, 0), (4, 5)):
         plane.submit(ask(part, push=[ONE], priority=priority).transfer)
-    assert [send.message for send in mail(plane)] == [pushed(part, 1) for part in (2, 4, 3, 1)]
+    expected = [(2, 5), (4, 5), (3, 0), (1, -1)]
+    sent = [send.message for send in mail(plane)]
+    assert sent == [pushed(part, 1, priority=priority) for part, priority in expected]
 
 
 def test_mail_is_kept_by_server() -> None:
