@@ -159,8 +159,8 @@ class MemberControl(NodeControl):
                 self._seated(node, attempt, now)
         if self._last_word is not None:
             office.send(SCHEDULER_ID, MayReturn(self._last_word))
-        if office.traffic.primary is not None and office.traffic.primary.is_in_sync:
-            office.send(SCHEDULER_ID, MayReturn(True))
+        if office.traffic.primary is not None:
+            office.traffic.primary.say_whether_in_sync()
         self._barriers.enter_again(self._barrier_rounds, now)
         for node_id, reason in self._reported.items():
             attempt = membership.attempts.get(node_id, 0)

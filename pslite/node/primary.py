@@ -33,7 +33,7 @@ from pslite.van.base import size_of
 from pslite.wire.base import Ints, Message
 from pslite.wire.codec import pack_value
 from pslite.wire.messages import Response
-from pslite.wire.recovery import MayReturn, PayloadPiece, Recorded, RequestRecord, RoundRecord
+from pslite.wire.recovery import PayloadPiece, Recorded, RequestRecord, RoundRecord, StandsBy
 
 #: How long to wait before the next try to copy a state that was incomplete.
 _AGAIN_S = 0.5
@@ -170,7 +170,12 @@ class Primary:
             self._filled_at, self._in_sync_at = 0, self._journal.last
         if self._in_sync_at and not self._filled_at and message.stored >= self._in_sync_at:
             self._in_sync_at = 0
-            self._office.send(SCHEDULER_ID, MayReturn(True))
+            self.say_whether_in_sync()
+
+    def say_whether_in_sync(self) -> None:
+        """Tell the scheduler which process could take this server's place, if one could."""
+        if self.standby is not None and self.is_in_sync:
+            self._office.send(SCHEDULER_ID, StandsBy((self.standby,), True, 0))
 
     def go_on_alone(self) -> None:
         """Go on without a standby, as the scheduler says."""

@@ -112,7 +112,7 @@ class SchedulerControl(NodeControl):
         elif isinstance(message, Vacant):
             self._hear_of_loss(node, message, now)
         elif isinstance(message, StandsBy):
-            self._seating.cannot_reach(node, message.number)
+            self._seating.told_of_standby(node, message)
         elif isinstance(message, StatusReport):
             self._surveyor.reported(node, message, now)
         elif isinstance(message, LongWait):

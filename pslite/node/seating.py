@@ -104,9 +104,14 @@ class Seating:
         self._told[node_id] = self._num_told
         self._office.send(node_id, StandsBy(standby, True, self._num_told))
 
-    def cannot_reach(self, node_id: int, number: int) -> None:
-        """Handle a server's report that it has lost its standby, the one of this message."""
-        if number == self._told.get(node_id, 0):
+    def told_of_standby(self, node_id: int, message: StandsBy) -> None:
+        """Handle a server's report: a standby has its state, or it has lost its standby.
+
+        The report may be late, and then about an earlier standby.
+        """
+        if message.node:
+            self._standby_is_ready(node_id, message.node[0].uid)
+        elif message.number == self._told.get(node_id, 0):
             self.dismiss(node_id, "cannot reach its standby")
 
     def _pair_up(self) -> None:
@@ -118,17 +123,15 @@ class Seating:
             self._tell_server(server.node_id, (standby,))
 
     def may_return(self, node_id: int, *, yes: bool) -> None:
-        """Note whether another process could go on in the place of a worker or a server."""
+        """Note whether a worker could be replaced, or that a server never could."""
         if role_of(node_id) is Role.WORKER:
             self.seats.may_return(node_id, yes=yes)
             self._save()
-        elif yes:
-            self._standby_is_ready(node_id)
-        else:
+        elif not yes:
             self.dismiss(node_id, "does something that no standby repeats", for_good=True)
 
-    def _standby_is_ready(self, node_id: int) -> None:
-        standby, server = self.seats.filled(node_id), self._office.membership.node(node_id)
+    def _standby_is_ready(self, node_id: int, uid: str) -> None:
+        standby, server = self.seats.filled(node_id, uid), self._office.membership.node(node_id)
         if standby is not None and server is not None:
             self._save()
             self._filled(server)

@@ -234,10 +234,10 @@ class Seats:
                 found.append((seat.node, seat.filling))
         return found
 
-    def filled(self, node_id: int) -> NodeInfo | None:
-        """Note that a server's new standby has its state; return that standby."""
+    def filled(self, node_id: int, uid: str) -> NodeInfo | None:
+        """Note that a server's new standby has its state; return it if that is news."""
         seat = self._seats.get(node_id)
-        if seat is None or seat.filling is None:
+        if seat is None or seat.filling is None or seat.filling.uid != uid:
             return None
         seat.standby, seat.filling = seat.filling, None
         return seat.standby

@@ -43,8 +43,7 @@ class MayReturn(Message):
     """Whether another process could go on in the sender's place if it is lost.
 
     From a worker: a process that is started again, from the step that the worker has begun. From a
-    server: its new standby, which now has its state; with False no standby any more, because the
-    server does something that none repeats.
+    server only with False: no standby any more, because it does something that none repeats.
     """
 
     yes: bool
@@ -80,8 +79,8 @@ class BarriersReached(Message):
 class StandsBy(Message):
     """Who stands by for whom: to a standby its server, to a server its standby.
 
-    Without an entry: the server has no standby any more, or the standby is no longer needed. From
-    a server to the scheduler that means that it has lost its standby.
+    Without an entry: the server has no standby any more, or the standby is no longer needed. A
+    server tells the scheduler which standby has its state, or without an entry that it has lost it.
     """
 
     node: Nodes
@@ -90,7 +89,7 @@ class StandsBy(Message):
     """Whether that process stands by for the receiver; else the receiver stands by for it."""
     number: Natural
     """Counts the scheduler's messages: a server ignores those before the last one that it has
-    handled, and names that one in its own message."""
+    handled, and names that one when it has lost its standby."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -10,6 +10,7 @@ AT = f"{FILE}::test_a_server_or_its_standby_may_be_killed_before_any_step_of_the
 SYNC, ASYNC = f"{AT}[server-sync-0]", f"{AT}[server-async-0]"
 CALLS = f"{FILE}::test_no_optimizer_dtype_or_call_makes_a_difference"
 SEEDS = "tests/faults/test_returning.py::test_several_may_be_killed_whatever_the_network_does"
+AGAIN = "tests/unit/pslite/node/test_seating_again.py"
 RULES = "tests/unit/pslite/protocol/test_replication.py"
 
 BUGS = [
@@ -181,6 +182,13 @@ BUGS = [
         "            if for_good:\n                self._release(standby)\n",
         "            if True:\n                self._release(standby)\n",
         f"{FILE}::test_a_standby_that_its_server_cannot_reach_ends_with_an_error",
+    ),
+    Bug(
+        "a new standby counts as ready when a late message says so of the one before",
+        "pslite/protocol/succession.py",
+        " or seat.filling is None or seat.filling.uid != uid:\n",
+        " or seat.filling is None:\n",
+        f"{AGAIN}::test_a_late_word_about_the_standby_before_does_not_make_the_next_one_ready",
     ),
     Bug(
         "a server runs far ahead of its standby",

@@ -147,3 +147,31 @@ def test_what_servers_are_told_of_standbys_counts_on_from_the_scheduler_before()
         ]
     first, second = numbers
     assert 0 < first < second
+
+
+def test_a_late_word_about_the_standby_before_does_not_make_the_next_one_ready() -> None:
+    """A server says it to the next scheduler, and its message is lost at first."""
+    scheduler = Scheduler(row(FIRST), row(SERVER, standby=STANDBY))
+    seating, seats, other = scheduler.seating, scheduler.seating.seats, process("server", 10, 0)
+    assert seats.offer(other) is None
+    assert seating.standby_lost(STANDBY.uid, "killed")
+    assert seats.standby_of(SERVER.node_id) == other
+    ready = []
+    for standby in (STANDBY, other):
+        seating.told_of_standby(SERVER.node_id, StandsBy((standby,), True, 0))
+        ready.append(seats.has_ready_standby(SERVER.node_id))
+    assert ready == [False, True]
+    assert scheduler.events[1:] == [f"{SERVER.title} has a standby again (pid {other.pid})"]
+
+
+def test_a_late_word_that_a_server_cannot_reach_its_standby_does_not_dismiss_the_next_one() -> None:
+    scheduler = Scheduler(row(FIRST), row(SERVER, standby=STANDBY))
+    seating, seats, other = scheduler.seating, scheduler.seating.seats, process("server", 10, 0)
+    seats.offer(other)
+    seating.standby_lost(STANDBY.uid, "killed")
+    told = [m.number for _, m in scheduler.sent if isinstance(m, StandsBy) and m.for_receiver]
+    known = []
+    for number in (0, *told):
+        seating.told_of_standby(SERVER.node_id, StandsBy((), True, number))
+        known.append(seats.standby_of(SERVER.node_id))
+    assert known == [other, other, None]

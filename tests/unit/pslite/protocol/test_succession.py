@@ -451,8 +451,10 @@ def test_a_server_without_a_standby_has_one_again_when_that_has_its_state() -> N
     assert seats.pairs() == [(process(8, 0, "server"), standby(30, 0))]
     assert (seats.pairs(), seats.spares()) == ([], [])
     assert seats.standby_of(SERVERS[0]) == standby(30, 0)
-    assert seats.filled(SERVERS[0]) == standby(30, 0)
-    assert seats.filled(SERVERS[0]) is None  # that was known
+    assert seats.filled(SERVERS[0], "server20") is None  # that is late: it was dismissed
+    assert not seats.has_ready_standby(SERVERS[0])
+    assert seats.filled(SERVERS[0], "server30") == standby(30, 0)
+    assert seats.filled(SERVERS[0], "server30") is None  # that was known
     assert seats.lost(SERVERS[0], "killed", 1.0)
     assert seated(seats) == [(0, "server30", 1)]
 
@@ -514,7 +516,7 @@ def test_a_server_that_does_what_no_standby_repeats_takes_none_any_more() -> Non
 def test_a_standby_of_a_server_that_has_no_seat_is_refused(rank: int) -> None:
     seats = guarded(0)
     assert seats.offer(standby(30, rank)) == f"server {rank} takes no standby"
-    assert (seats.standby_of(SERVERS[1]), seats.filled(SERVERS[1])) == (None, None)
+    assert (seats.standby_of(SERVERS[1]), seats.filled(SERVERS[1], "server30")) == (None, None)
 
 
 def test_a_server_that_is_still_vacant_at_the_next_scheduler_has_its_standby_to_follow() -> None:
@@ -615,7 +617,7 @@ def test_a_standby_that_is_being_filled_is_not_taken_for_one_that_is_full() -> N
     after = resumed(seats)
     assert after.standby_of(SERVER) == process(20, 0, "server")
     assert not resumed(seats).lost(SERVER, "killed", LATER)
-    assert after.filled(SERVER) == process(20, 0, "server")
+    assert after.filled(SERVER, "server20") == process(20, 0, "server")
     assert resumed(after).lost(SERVER, "killed", LATER)
 
 
