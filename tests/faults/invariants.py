@@ -65,8 +65,10 @@ class Invariants:
 
     def __init__(self) -> None:
         self.simulation: Simulation | None = None
-        #: The processes whose seats others have taken.
-        self.fenced: set[str] = set()
+        #: The processes that have lost their seats.
+        self._lost: set[str] = set()
+        #: A process whose seat another one has taken -> those that had lost theirs before.
+        self.fenced: dict[str, frozenset[str]] = {}
         #: Process -> how many had its seat before; absent: none.
         self._attempts: dict[str, int] = {}
         #: Process -> the one that had its seat before.
@@ -97,7 +99,13 @@ class Invariants:
 
     def _watch_seats(self, scheduler: Postoffice) -> None:
         seats = scheduler.control._seating.seats  # type: ignore[attr-defined]
-        welcomed, give = seats.welcomed, seats._give
+        lost, welcomed, give = seats.lost, seats.welcomed, seats._give
+
+        def note_loss(node_id: int, reason: str, now: float) -> bool:
+            is_vacant: bool = lost(node_id, reason, now)
+            if is_vacant:
+                self._lost.add(seats._seats[node_id].node.uid)
+            return is_vacant
 
         def note_before(seat: _Seat, node: NodeInfo) -> Any:
             succession = give(seat, node)
@@ -108,10 +116,11 @@ class Invariants:
         def note_welcome(node_id: int, attempt: int) -> bool:
             is_welcome: bool = welcomed(node_id, attempt)
             if is_welcome:
-                self.fenced.add(self._before[seats._seats[node_id].node.uid])
+                before = self._before[seats._seats[node_id].node.uid]
+                self.fenced[before] = frozenset(self._lost)
             return is_welcome
 
-        seats._give, seats.welcomed = note_before, note_welcome
+        seats.lost, seats._give, seats.welcomed = note_loss, note_before, note_welcome
 
     def _watch_records(self, node: Postoffice) -> None:
         assert node.traffic.standby is not None
@@ -136,11 +145,13 @@ class Invariants:
         """Check a message.
 
         A standby hears its server until it knows that it has the seat. A worker that has said
-        goodbye is not told of processes that have taken seats.
+        goodbye is not told of processes that have taken seats. Neither is a process that had lost
+        its own seat before; the members drop what it sends.
         """
         peer, own = delivery.peer, node.van.uid
         is_told = node.info is not None and not getattr(node.control, "_leaving", False)
-        if peer in self.fenced and own not in self.fenced and is_told:
+        knew_not = self.fenced.get(peer, frozenset())
+        if peer in self.fenced and own not in self.fenced and own not in knew_not and is_told:
             kind = type(delivery.message).__name__
             raise AssertionError(f"(6) {own} acts on {kind} of {peer}, whose seat was taken")
         if node.role is Role.WORKER and node.info is not None and own not in self.fenced:
