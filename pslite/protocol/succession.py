@@ -81,7 +81,7 @@ class _Seat:
     filling: NodeInfo | None = None
     """The process that is to be its standby, and is given its state."""
     takes_none: bool = False
-    """Whether the server does something that no standby repeats."""
+    """Whether its process does something that no other one repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,13 @@ class Seats:
         ]
 
     def may_return(self, node_id: int, *, yes: bool) -> None:
-        """Note a worker's word on whether another process could go on in its place."""
+        """Note a worker's word on whether another process could go on in its place.
+
+        No is its last word: a yes that comes after it was said before.
+        """
         seat = self._seats.get(node_id)
-        if seat is not None:
-            seat.may_return, seat.num_losses = yes, 0
+        if seat is not None and not seat.takes_none:
+            seat.may_return, seat.num_losses, seat.takes_none = yes, 0, not yes
 
     def standbys(self) -> list[NodeInfo]:
         """Return the processes that stand by, or that would."""

@@ -68,6 +68,14 @@ BUGS = [
         INSTANTS,
     ),
     Bug(
+        "a worker that cannot be replaced is, if an earlier message of it comes late",
+        "pslite/protocol/succession.py",
+        "        if seat is not None and not seat.takes_none:\n",
+        "        if seat is not None:\n",
+        "tests/unit/pslite/protocol/test_succession.py::"
+        "test_a_yes_that_comes_after_a_no_was_said_before_and_does_not_count",
+    ),
+    Bug(
         "a process is welcome before the servers know it",
         "pslite/node/seating.py",
         "        if not (is_known and office.links.everything_accepted(others)):\n"

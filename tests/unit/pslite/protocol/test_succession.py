@@ -74,6 +74,16 @@ def test_a_worker_may_take_back_that_it_may_return() -> None:
     assert seats.lost(FIRST, "killed", 1.0)
 
 
+def test_a_yes_that_comes_after_a_no_was_said_before_and_does_not_count() -> None:
+    seats = begun(may_return=False)
+    for yes in (False, True):  # the first message was lost, and is sent again
+        seats.may_return(SECOND, yes=yes)
+    assert not seats.lost(SECOND, "killed", 1.0)
+    after = resumed(seats)
+    after.may_return(SECOND, yes=True)
+    assert not after.lost(SECOND, "killed", LATER)
+
+
 def test_a_process_that_asks_for_a_vacant_seat_is_welcomed_with_its_rank() -> None:
     seats = begun()
     seats.lost(SECOND, "killed", 1.0)
