@@ -47,22 +47,37 @@ class Future(Generic[T]):
 
     def set_result(self, value: T) -> None:
         """Complete with ``value``; has no effect if the future is already complete."""
-        self._complete(value, None)
+        with self._lock:
+            if self._done or self._error is not None:
+                return
+            self._value = value
+            callbacks = self._end()
+        for callback in callbacks:
+            _tell(self, callback)
 
     def set_error(self, error: BaseException) -> None:
         """Complete with ``error``; has no effect if the future is already complete."""
-        self._complete(None, error)
-
-    def _complete(self, value: T | None, error: BaseException | None) -> None:
         with self._lock:
-            if self._done:
+            if self._done or self._error is not None:
                 return
-            self._value, self._error, self._done = value, error, True
-            callbacks = self._callbacks if error is None else self._on_error + self._callbacks
-            self._callbacks = self._on_error = ()
-            self._condition.notify_all()
+            self._error = error
+            first = self._on_error
+        try:
+            for callback in first:  # before a waiting thread gets the error
+                _tell(self, callback)
+        finally:
+            with self._lock:
+                callbacks = self._end()
         for callback in callbacks:
             _tell(self, callback)
+
+    def _end(self) -> tuple[Callable[[Future[T]], None], ...]:
+        """Wake the waiting threads; return the callbacks to call. The lock is held."""
+        self._done = True
+        callbacks = self._callbacks
+        self._callbacks = self._on_error = ()
+        self._condition.notify_all()
+        return callbacks
 
     @property
     def what(self) -> str:
@@ -114,9 +129,9 @@ class Future(Generic[T]):
         callback(self)
 
     def on_error(self, callback: Callable[[Future[T]], None]) -> None:
-        """Call ``callback(self)`` on an error, before all callbacks of ``on_done``."""
+        """Call ``callback(self)`` on an error, before any thread gets it by a wait."""
         with self._lock:
-            if not self._done:
+            if not self._done and self._error is None:
                 self._on_error = (*self._on_error, callback)
                 return
         if self._error is not None:
@@ -168,7 +183,10 @@ class Future(Generic[T]):
         return self.then(lambda value: completed(function(value)))
 
     def _adopt(self, done: Future[T]) -> None:
-        self._complete(done._value, done._error)
+        if done._error is not None:
+            self.set_error(done._error)
+        else:
+            self.set_result(done._value)  # type: ignore[arg-type]
 
 
 def _tell(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
@@ -199,7 +217,7 @@ def complete_all(futures: Sequence[Future[None]]) -> None:
     told = []
     with Future._lock:
         for future in futures:
-            if not future._done:
+            if not future._done and future._error is None:
                 future._done = True
                 if future._callbacks:
                     told.append((future, future._callbacks))

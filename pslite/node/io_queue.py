@@ -139,7 +139,8 @@ class IOQueue:
         Raises:
             UsageError: this is a forked child, which does not have an I/O thread.
         """
-        self.check_process()
+        if _pid != self._pid:
+            self.check_process()
         self.commands.append(command)
         if self._ended:
             # No other thread will run the command. It will find the node's error set.

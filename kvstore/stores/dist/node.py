@@ -71,14 +71,16 @@ class Waiter:
     def __init__(self, node: Postoffice) -> None:
         self._node = node
         self._progress = progress_of(node)
+        self._report_after_s = node.config.report_after_s
 
     def check(self) -> None:
         """Raise ``UsageError`` on threads that must not wait.
 
         Callers check this before a call has any effect.
         """
-        self._node.io_queue.check_process()
-        if self._node.io_queue.is_io_thread:
+        queue = self._node.io_queue
+        queue.check_process()
+        if threading.current_thread() is queue.thread:
             raise UsageError(
                 "a callback runs on the I/O thread and must not wait; use calls that return "
                 "futures, such as push_async"
@@ -118,13 +120,13 @@ class Waiter:
     ) -> Any:
         config = self._node.config
         limit_s = timeout_s or config.stall_timeout_s or math.inf
-        report_at_s = config.report_after_s
+        report_at_s = self._report_after_s
         ended = future
         while True:
             left_s = min(report_at_s, limit_s) - (time.monotonic() - began)
             try:
-                ended.result(max(0.0, left_s) if left_s < math.inf else None)
-                return future.result(0)
+                value = ended.result(max(0.0, left_s) if left_s < math.inf else None)
+                return value if ended is future else future.result(0)
             except DeadlineError as error:
                 if future.error() is error:
                     raise

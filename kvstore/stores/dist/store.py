@@ -291,11 +291,7 @@ class DistKVStore(DistControl):
         for key in keys or ():
             self._table.spec(key)
         for future in self._exchange.unfinished(keys):
-            self._wait(settled([future]), limit_s, began_s)  # afterwards its error is noted, too
-            error = future.error()
-            if error is not None:
-                self._tell(error)
-                raise error
+            self._wait(future, limit_s, began_s)
         self._check()
         return None
 

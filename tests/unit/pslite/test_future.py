@@ -78,6 +78,23 @@ def test_callbacks_run_once_whether_added_before_or_after() -> None:
     assert seen == ["before 1", "after 1"]
 
 
+def test_an_error_is_noted_before_a_waiting_thread_can_get_it() -> None:
+    future: Future[int] = Future()
+    seen: list[object] = []
+
+    def note(failing: Future[int]) -> None:
+        seen.append((failing.done(), failing.error()))
+        failing.set_result(7)  # too late: it is failing already
+        failing.on_error(lambda _: seen.append("a later callback"))
+
+    future.on_error(note)
+    future.on_done(lambda done: seen.append(done.done()))
+    future.set_error(ERROR)
+    assert seen == [(False, ERROR), "a later callback", True]
+    with pytest.raises(UsageError):
+        future.result(0)
+
+
 def test_a_further_step_is_taken_with_the_value_of_the_first() -> None:
     first: Future[int] = Future()
     second: Future[str] = Future("the second step")

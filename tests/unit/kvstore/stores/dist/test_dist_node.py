@@ -22,9 +22,8 @@ class Node:
     def __init__(self, *, is_io_thread: bool = False, is_forked: bool = False) -> None:
         self.lines: list[str] = []
         self.reported = threading.Event()
-        self.io_queue = SimpleNamespace(
-            is_io_thread=is_io_thread, check_process=self._check_process
-        )
+        thread = threading.current_thread() if is_io_thread else None
+        self.io_queue = SimpleNamespace(thread=thread, check_process=self._check_process)
         self._is_forked = is_forked
         self.config = SimpleNamespace(stall_report_s=0.01, report_after_s=0.01, stall_timeout_s=0.0)
         self.long_waits = 0
