@@ -1,19 +1,18 @@
 """Check the keys and values of calls, and pair them.
 
 ``group_values`` and ``KeyTable`` take one key or many, one array or one for each device.
-``KeyTable.usual`` and ``KeyList.fit`` quickly recognize the usual arguments of a training loop;
-all others go through the checks, which raise the errors. Pure: no I/O, no threads, and no array is
-read or changed. A check that raises has changed nothing. The rules of keys and lists are those of
-MXNet (``python/mxnet/kvstore/base.py``), except that ``bool`` is not a key, NumPy integers are, and
-shapes and dtypes are checked at the call. Read next: ``base.py``.
+Pure: no I/O, no threads, and no array is read or changed. A check that raises has changed nothing.
+The rules of keys and lists are those of MXNet (``python/mxnet/kvstore/base.py``), except that
+``bool`` is not a key, NumPy integers are, and shapes and dtypes are checked at the call. Read next:
+``base.py``.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -35,24 +34,15 @@ from kvstore.sparse.convert import is_row_sparse, row_sparse
 from pslite import Future
 from pslite.errors import check_unicode
 
-K = TypeVar("K")
-T = TypeVar("T")
-
 _INTEGERS = (int, np.integer)
 _LISTS = (list, tuple)
-_PLAIN = {np.ndarray}
 
 _look = attrgetter("shape", "dtype")
-_look_to_read = attrgetter("shape", "dtype", "flags.c_contiguous")
-_look_to_write = attrgetter("shape", "dtype", "flags.carray")
 
 ROWS_REFUSED = (
     "this store does not support row-sparse values; pass dense arrays, such as "
     "value.to_dense(), and pull whole keys"
 )
-
-#: The cached lists have at most this many keys in total.
-_MOST_KEPT_KEYS = 100_000
 
 
 def spec_of(array: Array) -> KeySpec:
@@ -172,77 +162,6 @@ def _are_of(spec: KeySpec | None, arrays: Sequence[Array]) -> bool:
     return are_native(arrays) and list(map(_look, arrays)) == [spec] * len(arrays)
 
 
-class KeyList:
-    """A reused list of different keys, with cached facts about them."""
-
-    __slots__ = ("_looks", "has_rows", "keys", "nbytes", "specs")
-
-    def __init__(
-        self, keys: tuple[Key, ...], specs: Sequence[KeySpec], *, has_rows: bool = False
-    ) -> None:
-        self.keys = keys
-        self.has_rows = has_rows
-        """Whether any key is row-sparse."""
-        self.specs = specs
-        self.nbytes = sum(spec.nbytes for spec in specs)
-        # With NumPy's own dtype objects, which compare fastest.
-        self._looks = [(spec.shape, np.dtype(spec.dtype.type), True) for spec in specs]
-
-    def fit(self, arrays: Sequence[object], *, are_written: bool) -> bool:
-        """Return whether these are usual: one plain contiguous array for each key.
-
-        A plain array is of NumPy's own class and has exactly the key's shape and dtype; with
-        ``are_written`` it must also be aligned and writable. False is not an error: then the full
-        checks decide. Two passes over the list, which run in C, cost a twentieth of those checks.
-        """
-        look = _look_to_write if are_written else _look_to_read
-        return (
-            len(arrays) == len(self.keys)
-            and set(map(type, arrays)) == _PLAIN
-            and list(map(look, arrays)) == self._looks
-        )
-
-    def fits_first(self, array: object, *, are_written: bool) -> bool:
-        """Return whether ``array`` is a plain array for the first key; see ``fit``."""
-        look = _look_to_write if are_written else _look_to_read
-        return type(array) is np.ndarray and look(array) == self._looks[0]
-
-
-class ByKeys(Generic[K, T]):
-    """A cache with one result for each list of keys, cleared when a key changes.
-
-    Any thread may use it. It is bounded, since a script may shuffle its keys.
-    """
-
-    def __init__(self, work_out: Callable[[tuple[K, ...]], T]) -> None:
-        self._work_out = work_out
-        self._kept: dict[tuple[K, ...], T] = {}
-        self._num_keys = 0
-
-    def get(self, keys: tuple[K, ...]) -> T | None:
-        """Return the result for these keys if it is known."""
-        return self._kept.get(keys)
-
-    def of(self, keys: tuple[K, ...]) -> T:
-        """Return the result for these keys, computed if it is not known yet."""
-        kept = self._kept  # read first: see ``forget``
-        found = kept.get(keys)
-        if found is None:
-            found = self._work_out(keys)
-            if self._num_keys + len(keys) > _MOST_KEPT_KEYS:
-                kept.clear()
-                self._num_keys = 0
-            self._num_keys += len(keys)
-            kept[keys] = found
-        return found
-
-    def forget(self) -> None:
-        """Drop all results: a key has changed or was deleted."""
-        # A new dict: a thread that is computing a result now puts it into the old one.
-        self._kept = {}
-        self._num_keys = 0
-
-
 class KeyTable:
     """The keys of a store with shapes and dtypes, and the checks of calls.
 
@@ -253,11 +172,6 @@ class KeyTable:
     def __init__(self) -> None:
         self._specs: dict[Key, KeySpec] = {}
         self._row_sparse: set[Key] = set()
-        self._lists: ByKeys[Key, KeyList] = ByKeys(self._list)
-
-    def _list(self, keys: tuple[Key, ...]) -> KeyList:
-        has_rows = not self._row_sparse.isdisjoint(keys)
-        return KeyList(keys, [self.spec(key) for key in keys], has_rows=has_rows)
 
     def __contains__(self, key: object) -> bool:
         return key in self._specs
@@ -280,34 +194,6 @@ class KeyTable:
     def is_row_sparse(self, key: Key) -> bool:
         """Return whether a key is row-sparse."""
         return key in self._row_sparse
-
-    def listed(self, keys: tuple[Key, ...]) -> KeyList:
-        """Return the ``KeyList`` of these keys, all different. Raises as ``spec`` does."""
-        return self._lists.of(keys)
-
-    def usual(self, key: object) -> KeyList | None:
-        """Return a call's keys if they are dense, all different, and plain str or int.
-
-        Otherwise return None; then the slower checks accept or refuse them.
-        """
-        # Types are checked, since True and 1.0 are equal to 1 in a dict.
-        kind = type(key)
-        if kind is str or kind is int:
-            keys: tuple[Any, ...] = (key,)
-        elif kind in _LISTS:
-            keys = tuple(key)  # type: ignore[arg-type]
-            if set(map(type, keys)) not in ({str}, {int}):
-                return None
-        else:
-            return None
-        found = self._lists.get(keys)
-        if (
-            found is None
-            and len(set(keys)) == len(keys)
-            and all(map(self._specs.__contains__, keys))
-        ):
-            found = self._lists.of(keys)
-        return None if found is None or found.has_rows else found
 
     def check_init(self, key: object, value: object) -> dict[Key, Array]:
         """Check the arguments of ``init``; return the array of each new key."""
@@ -389,7 +275,6 @@ class KeyTable:
         for key in keys:
             self._specs.pop(key, None)
             self._row_sparse.discard(key)
-        self._lists.forget()
 
     def _unknown(self, key: Key) -> str:
         # A copy, since another thread may add keys meanwhile.

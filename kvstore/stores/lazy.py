@@ -35,21 +35,15 @@ def lazy_arrays(groups: Mapping[Any, Sequence[Array]]) -> list[Array] | None:
     return arrays
 
 
-def wrapped_one(value: object) -> Array | None:
-    """Return the array inside an NDArray, or None for any other value."""
-    module = sys.modules.get("kvstore.mxnet.nd.ndarray")
-    return value._array if module is not None and type(value) is module.NDArray else None  # type: ignore[attr-defined]
-
-
 def wrapped(values: Sequence[object]) -> list[Array] | None:
     """Return the arrays inside these NDArrays; None if any value is something else.
 
     Their values may still be pending.
     """
-    module = _module()
+    module = sys.modules.get("kvstore.mxnet.nd.ndarray")
     if module is None or not values or type(values[0]) is not module.NDArray:
         return None
-    if set(map(type, values)) != {module.NDArray}:
+    if len(values) > 1 and set(map(type, values)) != {module.NDArray}:
         return None
     return list(map(_wrapped, values))
 

@@ -108,12 +108,9 @@ class Views:
     def __init__(self, keep_values: Callable[[Key, HostArray], None]) -> None:
         """``keep_values`` lets the memory of a live view keep its present values."""
         self._keep_values = keep_values
-        self._views: dict[Key, View] = {}
+        self.by_key: dict[Key, View] = {}
         self.lock = threading.RLock()
         """Guards the table, and ends a view either before or after a value arrives."""
-
-    def __bool__(self) -> bool:
-        return bool(self._views)
 
     def add(self, key: Key, memory: HostArray, *, is_live: bool) -> HostArray:
         """Return the view of a key: the present one, or a new one over this memory.
@@ -124,30 +121,30 @@ class Views:
             found = self.array(key)  # another thread may have made one
             if found is not None:
                 return found
-            view = self._views[key] = View(memory, is_live=is_live)
+            view = self.by_key[key] = View(memory, is_live=is_live)
             return view.begin(memory)
 
     def array(self, key: Key) -> HostArray | None:
         """Return the view of a key if there is one, as a read-only array."""
         with self.lock:
-            view = self._views.get(key)
+            view = self.by_key.get(key)
             if view is None or view.shown is not None:
                 return None if view is None else view.shown
             memory = view.memory
             if memory is None:
-                del self._views[key]
+                del self.by_key[key]
                 return None
             return _read_only(memory)
 
     def live(self) -> dict[Key, HostArray]:
         """Return the memory of each live view that is in use."""
         with self.lock:
-            live = {key: view.memory for key, view in self._views.items() if view.is_live}
+            live = {key: view.memory for key, view in self.by_key.items() if view.is_live}
             return {key: memory for key, memory in live.items() if memory is not None}
 
     def target(self, key: Key, memory: Bytes) -> Bytes:
         """Return the target for a value that a call receives in this memory."""
-        view = self._views.get(key)
+        view = self.by_key.get(key)
         if view is None or not view.is_live or address_of(memory) != view.address:
             return memory
         target = memory.view(ShownBytes)
@@ -159,7 +156,7 @@ class Views:
 
         Only a view that is the one ``out`` of its key is opened.
         """
-        if not self._views or out is None:
+        if not self.by_key or out is None:
             return out, set()
         keys, single = normalise_keys(key)
         if single:
@@ -176,7 +173,7 @@ class Views:
         return arrays, opened
 
     def _opened_one(self, key: Key, out: Any) -> HostArray | None:
-        view = self._views.get(key)
+        view = self.by_key.get(key)
         if view is None or out is None:
             return None
         if out is view.shown:  # the usual case of small values
@@ -191,11 +188,11 @@ class Views:
 
         An array that is still in use keeps the present value.
         """
-        if not self._views:
+        if not self.by_key:
             return
         with self.lock:
-            for key in list(self._views) if keys is None else keys:
-                view = None if key in kept else self._views.pop(key, None)
+            for key in list(self.by_key) if keys is None else keys:
+                view = None if key in kept else self.by_key.pop(key, None)
                 memory = None if view is None or not view.is_live else view.memory
                 if view is not None and memory is not None:
                     self._keep_values(key, memory)
@@ -204,8 +201,8 @@ class Views:
     def forget(self, keys: Iterable[Key] | None = None) -> None:
         """Drop the views of these keys (None: all), whose memory the store gives up."""
         with self.lock:
-            for key in list(self._views) if keys is None else keys:
-                self._views.pop(key, None)
+            for key in list(self.by_key) if keys is None else keys:
+                self.by_key.pop(key, None)
 
 
 def address_of(array: HostArray) -> int:

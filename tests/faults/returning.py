@@ -73,7 +73,7 @@ def rows_script(results: Results, kind: str = "lazy", steps: int = STEPS) -> Scr
             for name in names:
                 wanted, _ = check_wanted(store._table.spec, name, None, ids)
                 pulled = store._rows.pull_rows(wanted, 0)
-                yield gather([operation.future for operation in pulled.operations])
+                yield gather(pulled.operations)
                 pulled.finish()
                 seen.append(pulled.results[0].values)
             gradient = np.sin(sum(each * 77 for each in seen) + step + node.rank)

@@ -75,7 +75,7 @@ def look(store: Any, seed: int, num_rounds: int, chance: random.Random) -> Any:
         ids = [chance.randrange(SHAPE[0]) for _ in range(4)]
         wanted, _ = check_wanted(store._table.spec, key, None, ids)
         pulled = store._rows.pull_rows(wanted, 0)
-        yield gather([operation.future for operation in pulled.operations])
+        yield gather(pulled.operations)
         pulled.finish()
         np.testing.assert_array_equal(pulled.results[0].values, expected[sorted(set(ids))])
 

@@ -718,8 +718,8 @@ def table_script(values: list[Any], pause_s: float = 0.0) -> Any:
         for _ in range(3):
             push = table.begin_push(IDS, np.ones((3, 3)))
             yield store.push_async("w", np.ones(3))
-            yield table.begin_pull(IDS, rows, RowPayloadKind.WANTED).future
-            yield push.future
+            yield table.begin_pull(IDS, rows, RowPayloadKind.WANTED)
+            yield push
             yield pause_s
         yield node.barrier(4)
         values.append(rows.tolist())

@@ -65,7 +65,7 @@ def script_of(seed: int, kind: str) -> Any:
             push = table.begin_push(*pushed(seed, node.rank, round_))
             if kind == "dist_sync":
                 yield from look(table, total(seed, round_ + 1), RowPayloadKind.WANTED)
-            yield push.future
+            yield push
         yield node.barrier(4)
         yield from look(table, total(seed, NUM_ROUNDS), RowPayloadKind.LOOK)
         replies = yield table._pages.ask_each(StoreCall.TABLE_STATS)
@@ -77,7 +77,7 @@ def script_of(seed: int, kind: str) -> Any:
 
 def look(table: DistTable, expected: Any, kind: RowPayloadKind) -> Generator[Any, Any, None]:
     rows = np.full((len(IDS), DIM), -1.0)
-    yield table.begin_pull(IDS, rows, kind).future
+    yield table.begin_pull(IDS, rows, kind)
     np.testing.assert_array_equal(rows, expected)
 
 

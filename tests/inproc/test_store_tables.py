@@ -598,7 +598,7 @@ def test_servers_refuse_payloads_that_make_no_sense(
     )
     sent = table._owner.rows.begin(table._keys, [item], 0, None)
     with pytest.raises(ProtocolError, match=text):
-        sent.future.result(20)
+        sent.result(20)
     assert (tables[1].pull(IDS) == 0.5).all()
 
 

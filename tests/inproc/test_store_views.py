@@ -33,7 +33,7 @@ def started(kv: Any) -> None:
 
 def is_live(kv: Any, key: str) -> bool:
     """Whether new values appear in the view without a copy."""
-    return bool(kv._views._views[key].is_live)
+    return bool(kv._views.by_key[key].is_live)
 
 
 def renewed(kv: Any, views: list[Any]) -> None:

@@ -120,9 +120,23 @@ BUGS = [
     Bug(
         "a message that arrives hides the error of the one before",
         "kvstore/stores/dist/in_flight.py",
-        "self._error = self._error or error\n        self._left -= 1",
-        "self._error = error\n        self._left -= 1",
+        "self.error_so_far = self.error_so_far or error\n        self.left -= 1",
+        "self.error_so_far = error\n        self.left -= 1",
         "tests/unit/kvstore/stores/dist/test_in_flight.py",
+    ),
+    Bug(
+        "a pull that a thread waits for joins a batch of several calls",
+        "kvstore/stores/dist/transfer.py",
+        "if batch is None or len(batch.calls) > 1:",
+        "if batch is None:",
+        "tests/unit/kvstore/stores/dist/test_dist_transfer.py",
+    ),
+    Bug(
+        "the messages of a batch outlive the parts of a deleted key",
+        "kvstore/stores/dist/plan.py",
+        "            bucket.batches.clear()\n",
+        "",
+        "tests/unit/kvstore/stores/dist/test_dist_transfer.py",
     ),
     Bug(
         "memory that begins where other memory ends counts as the same",

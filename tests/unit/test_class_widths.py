@@ -20,10 +20,6 @@ WIDE = {
     "Link": (21, "the state of one connection, from its first attempt to its end"),
     "Listener": (16, "reads one socket and its monitor, with the limits of both"),
     "ZmqVan": (23, "owns all sockets of a node, and nine settings"),
-    "DenseExchange": (
-        16,
-        "the pushes and pulls of one store; tables of known keys are six of them",
-    ),
     "TableShare": (17, "one array for each thing that is known of a row"),
     "Carrier": (16, "the command of the launcher and all its agents in one loop"),
     "Supervisor": (17, "the processes of one job, their places, signals and records"),

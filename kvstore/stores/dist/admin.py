@@ -76,12 +76,12 @@ class DistControl(KVStore):
         self._synchronous = synchronous
         number = next(_store_numbers.setdefault(node, itertools.count(1)))
         self._servers = Servers(node, number, synchronous=synchronous)
-        self._exchange = DenseExchange(node)
+        self._table = KeyTable()
+        self._exchange = DenseExchange(node, self._table)
         self._waiter = Waiter(node)
         self._progress = progress_of(node)
         #: All unfinished calls of ``init``.
         self._inits = InFlight()
-        self._table = KeyTable()
         wait = self._waiter.wait
         returning = returning_of(node)
         self._optimizer = DistOptimizer(self._servers, self._exchange.pushes, wait, returning)
@@ -394,7 +394,7 @@ class DistControl(KVStore):
         return [self._table.spec(key) for key in keys]
 
     def _init(self, specs: Mapping[Key, KeySpec], hosts: Sequence[HostValue]) -> Future[None]:
-        self._exchange.check_coding(self._exchange.coding)
+        self._exchange.check()
         # Leave sizes to the directory: if this rank raised here, the others would wait for it.
         scope = self._optimizer.scope
         made = self._servers.init(

@@ -20,16 +20,14 @@ from kvstore.arrays import Array, adapter_for, adapter_on
 from kvstore.arrays.context import Context
 from kvstore.arrays.keys import Key, KeySpec
 from kvstore.sparse.array import RowSparseArray
-from kvstore.stores.arguments import KeyList, KeyTable
 from kvstore.stores.dist.in_flight import Destination
-from kvstore.stores.dist.plan import Bytes, flat_bytes, flat_bytes_of
+from kvstore.stores.dist.plan import Bucket, Buckets, Bytes, flat_bytes, flat_bytes_of
 from kvstore.stores.lazy import (
     lazy_arrays,
     unwrapped,
     wait_to_read,
     wait_to_write,
     wrapped,
-    wrapped_one,
 )
 
 
@@ -52,7 +50,7 @@ _NO_GROUPS: Mapping[Key, Sequence[Array]] = {}
 class Checked(NamedTuple):
     """The checked arrays of one call: ``plain`` arrays, or ``groups`` of any arrays."""
 
-    keys: KeyList
+    keys: Bucket
     groups: Mapping[Key, Sequence[Array]]
     """The arrays of each key, in the order of ``keys``; empty for plain ones."""
     plain: Sequence[np.ndarray[Any, Any]] | None
@@ -104,43 +102,29 @@ def sum_on(device: Context, row: Sequence[Array], spec: KeySpec) -> Bytes:
     return flat_bytes(adapter.to_host(adapter.sum_in_order(row, device, spec.dtype)))
 
 
-def values_to_push(table: KeyTable, key: object, value: object) -> Checked:
-    """Check and return a push's values. Raises the errors of ``KeyTable.check_push``."""
-    found = _usual_values(table, key, value, are_written=False)
-    return found or _grouped(table, table.check_push(key, value))
+def checked_values(
+    buckets: Buckets, key: object, values: Any, *, are_written: bool = False
+) -> Checked:
+    """Check and return the values of a push, or (``are_written``) the arrays to fill.
+
+    Raises the errors of ``KeyTable.check_push`` or ``check_out``.
+    """
+    keys = buckets.usual(key)
+    if keys is not None:
+        is_list = type(key) in _LISTS
+        arrays = values if is_list else (values,)
+        if type(arrays) in _LISTS:
+            inside = wrapped(arrays)
+            plain = arrays if inside is None else inside
+            if keys.fit(plain, are_written=are_written):
+                return Checked(keys, _NO_GROUPS, plain, None if inside is None else arrays)
+    table = buckets.table
+    check = table.check_out if are_written else table.check_push
+    return _grouped(buckets, check(key, values))
 
 
-def values_to_fill(table: KeyTable, key: object, out: object) -> Checked:
-    """Check and return arrays to fill. Raises the errors of ``KeyTable.check_out``."""
-    found = _usual_values(table, key, out, are_written=True)
-    return found or _grouped(table, table.check_out(key, out))
-
-
-def _usual_values(
-    table: KeyTable, key: object, values: Any, *, are_written: bool
-) -> Checked | None:
-    """Return a call's values if they are usual and need no more checks, else None."""
-    keys = table.usual(key)
-    if keys is None:
-        return None
-    if type(key) not in _LISTS:
-        inside = wrapped_one(values)
-        plain = values if inside is None else inside
-        if not keys.fits_first(plain, are_written=are_written):
-            return None
-        return Checked(keys, _NO_GROUPS, (plain,), None if inside is None else (values,))
-    if type(values) not in _LISTS:
-        return None
-    lazy = None
-    inside = wrapped(values)
-    if inside is not None:
-        lazy, values = values, inside
-    if not keys.fit(values, are_written=are_written):
-        return None
-    return Checked(keys, _NO_GROUPS, values, lazy)
-
-
-def _grouped(table: KeyTable, groups: Mapping[Key, Sequence[Array]]) -> Checked:
+def _grouped(buckets: Buckets, groups: Mapping[Key, Sequence[Array]]) -> Checked:
+    table = buckets.table
     sparse = {
         key: arrays
         for key, arrays in groups.items()
@@ -148,4 +132,4 @@ def _grouped(table: KeyTable, groups: Mapping[Key, Sequence[Array]]) -> Checked:
     }
     if sparse:
         groups = {key: arrays for key, arrays in groups.items() if key not in sparse}
-    return Checked(table.listed(tuple(groups)), groups, None, lazy_arrays(groups), sparse)
+    return Checked(buckets.of(tuple(groups)), groups, None, lazy_arrays(groups), sparse)

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from kvstore.arrays.keys import Key
 from kvstore.protocol.requests import KeyEntry
-from kvstore.stores.dist.in_flight import copied, zero_copy_views
-from kvstore.stores.dist.plan import Bytes, Group, scatter_into
-from pslite import Future, Postoffice
+from kvstore.stores.dist.in_flight import Operation, copied, transfer_of, zero_copy_views
+from kvstore.stores.dist.plan import Bucket, Bytes, Group
+from pslite import Postoffice
 from pslite.future import complete_all
 from pslite.plane import Transfer
 
@@ -34,61 +33,22 @@ Shape = tuple[tuple[Key, ...], bool, bool, int]
 """A call without its arrays: its keys, whether it pushes, whether it pulls, its priority."""
 
 
-class BatchedCall(Future[None]):
-    """One call: its keys, and the pushed value and the destination of each key.
-
-    It is also the future that completes when the call ends. A loop makes one for each key, so it
-    has few fields.
-    """
-
-    __slots__ = ("error_so_far", "left", "shape", "sources", "targets")
-
-    def __init__(
-        self,
-        keys: tuple[Key, ...],
-        sources: Sequence[Bytes] | None,
-        targets: Sequence[Bytes] | None,
-        priority: int = 0,
-    ) -> None:
-        super().__init__()
-        self.shape: Shape = (keys, sources is not None, targets is not None, priority)
-        self.sources: Sequence[Bytes] = () if sources is None else sources
-        """Copies that belong to the call, one for each key."""
-        self.targets: Sequence[Bytes] = () if targets is None else targets
-        #: How many messages with its data are unfinished. Only the I/O thread uses this field and
-        #: the next.
-        self.left = 0
-        self.error_so_far: BaseException | None = None
-
-    def let_go(self) -> None:
-        """Release the copies and the caller's arrays: the messages are done."""
-        self.sources = self.targets = ()
-
-    @property
-    def what(self) -> str:
-        return answer_for(self.shape[0])
-
-    def describer(self) -> Callable[[], str]:
-        return partial(answer_for, self.shape[0])
+def shape_of(call: Operation) -> Shape:
+    """Return a call's shape, which changes if a pull joins the call (``pull_last``)."""
+    return call.keys.keys, bool(call.sources), bool(call.targets), call.priority
 
 
-def answer_for(keys: Sequence[Key]) -> str:
-    """Describe the answer that a call with these keys waits for."""
-    shown = ", ".join(repr(key) for key in keys[:3]) + (", ..." if len(keys) > 3 else "")
-    return f"the servers' answer for {shown}"
-
-
-def note_arrived(calls: Iterable[BatchedCall]) -> None:
+def note_arrived(calls: Iterable[Operation]) -> None:
     """Record that a message with these calls' data is done. Runs on the I/O thread."""
     whole = []
     for call in calls:
         call.left -= 1
         if call.left:
             continue
-        call.let_go()
         if call.error_so_far is not None:
-            call.set_error(call.error_so_far)
+            call.fail(call.error_so_far)
         else:
+            call.let_go()
             whole.append(call)
     complete_all(whole)
 
@@ -113,7 +73,7 @@ class CallBatch:
     def __init__(
         self, limit_bytes: int, flush: Callable[[], None], staging: Bytes | None = None
     ) -> None:
-        self.calls: list[BatchedCall] = []
+        self.calls: list[Operation] = []
         self.is_taken = False
         self._limit_bytes = limit_bytes
         self._staging = staging
@@ -144,34 +104,30 @@ class CallBatch:
         self._filled_bytes = start
         return copies
 
-    def add(self, call: BatchedCall, nbytes: int) -> None:
-        """Add a call; ``nbytes`` is the size of its values."""
+    def add(self, call: Operation) -> None:
+        """Add a call."""
         call.flush = self._flush
         self.calls.append(call)
-        _, pushes, pulls, _ = call.shape
-        if pushes:
-            self._pushed_bytes += nbytes
-        if pulls:
-            self._pulled_bytes += nbytes
+        if call.sources:
+            self._pushed_bytes += call.keys.nbytes
+        if call.targets:
+            self._pulled_bytes += call.keys.nbytes
 
-    def pull_last(
-        self, keys: tuple[Key, ...], targets: Sequence[Bytes], priority: int, nbytes: int
-    ) -> BatchedCall | None:
+    def pull_last(self, keys: Bucket, targets: Sequence[Bytes], priority: int) -> Operation | None:
         """Add a pull to the last call if it pushes the same keys; otherwise return None.
 
-        A loop over keys makes such calls, and one call costs half as much as two.
+        Scripts make such calls, and one call costs half as much as two.
         """
         call = self.calls[-1]
-        if call.shape != (keys, True, False, priority):
+        if call.targets or (call.keys.keys, call.priority) != (keys.keys, priority):
             return None
-        call.targets = targets  # first: an interrupt must not leave a pull without targets
-        call.shape = (keys, True, True, priority)
-        self._pulled_bytes += nbytes
+        call.targets = targets
+        self._pulled_bytes += keys.nbytes
         return call
 
     def has_room(self, nbytes: int, *, pushes: bool) -> bool:
         """Return whether a call should join; a pull always joins a push just before it."""
-        if not pushes and self.calls and self.calls[-1].shape[1]:
+        if not pushes and self.calls and self.calls[-1].sources:
             return True
         before = self._pushed_bytes if pushes else self._pulled_bytes
         return before + nbytes <= self._limit_bytes and len(self.calls) < _MAX_CALLS
@@ -308,7 +264,7 @@ def _in_a_row(group: Group, places: Sequence[int]) -> tuple[int, int] | None:
 
 
 def transfers_of(
-    node: Postoffice, loads: Sequence[Load], calls: Sequence[BatchedCall], staging: Bytes | None
+    node: Postoffice, loads: Sequence[Load], calls: Sequence[Operation], staging: Bytes | None
 ) -> list[Transfer]:
     """Return the transfers for these calls; each call ends with its last transfer.
 
@@ -318,35 +274,23 @@ def transfers_of(
     for load in loads:
         mix, group = load.mix, load.group
         frames: Sequence[memoryview] | None = None
-        sink = None
         if staging is not None and load.lying is not None:
             start, stop = load.lying
             frames = [staging[start:stop].data]
         elif mix.sources:
             sources = [calls[number].sources[index] for number, index in mix.sources]
             frames = zero_copy_views(node, group, sources) or copied(node, group, sources)
-        if mix.targets:
-            targets = [calls[number].targets[index] for number, index in mix.targets]
-            sink = scatter_into(group, targets)
+        targets = [calls[number].targets[index] for number, index in mix.targets]
         for number in load.each:
             calls[number].left += 1
-        transfer = Transfer(
-            group.server,
-            group.parts,
-            group.pull_sizes,
-            frames,
-            sink,
-            _unused,
-            load.priority,
-            push_sizes=group.to_push.sizes,
-        )
+        transfer = transfer_of(group, frames, targets, _unused, load.priority)
         transfer.done = _telling(transfer, load, calls)
         transfers.append(transfer)
     return transfers
 
 
 def _telling(
-    transfer: Transfer, load: Load, calls: Sequence[BatchedCall]
+    transfer: Transfer, load: Load, calls: Sequence[Operation]
 ) -> Callable[[BaseException | None], None]:
     """Return the function that a transfer calls when it is done.
 

@@ -24,8 +24,7 @@ from kvstore.compression import Chain, Compression, Draw
 from kvstore.compression.config import rows_refused, value_refused
 from kvstore.errors import ArgumentValueError, NotSupportedError, UnknownKeyError
 from kvstore.protocol.requests import KeyEntry
-from kvstore.stores.arguments import KeyList
-from kvstore.stores.dist.plan import Bytes, Coded, Decoder, Group, Slice
+from kvstore.stores.dist.plan import Bucket, Bytes, Decoder, Group, PushedData, Slice
 from pslite.errors import ProtocolError
 
 
@@ -98,7 +97,7 @@ class DistCompression(StoreCompression):
     # -- pushed values -----------------------------------------------------------------
 
     def encode(
-        self, keys: KeyList, sources: Sequence[Bytes], buffer: Callable[[int], Bytes]
+        self, keys: Bucket, sources: Sequence[Bytes], buffer: Callable[[int], Bytes]
     ) -> tuple[list[Bytes], bool]:
         """Return the data to send, and whether none of it is the caller's memory.
 
@@ -154,20 +153,22 @@ class DistCompression(StoreCompression):
 
     def applied(self, group: Group, keys: Sequence[Key]) -> Group:
         """Return a message's group with the encoding of pushed and pulled parts added."""
-        return group._replace(coded=self._coded(group, keys), decoders=self._decoders(group, keys))
+        to_push, decoders = self._to_push(group, keys), self._decoders(group, keys)
+        pairs = zip(decoders, group.sizes, strict=True)
+        sizes = tuple(size if each is None else each.nbytes for each, size in pairs)
+        some = decoders if any(decoders) else None
+        return group._replace(to_push=to_push, pull_sizes=sizes, decoders=some)
 
-    def _coded(self, group: Group, keys: Sequence[Key]) -> Coded | None:
+    def _to_push(self, group: Group, keys: Sequence[Key]) -> PushedData:
         layouts = {piece.position: self.layout(keys[piece.position]) for piece in group.slices}
-        if not any(layouts.values()):
-            return None
         slices = []
         for part, piece in zip(group.parts, group.slices, strict=True):
             layout = layouts[piece.position]
             slices.append(piece if layout is None else Slice(piece.position, *layout.place(part)))
         sizes = tuple(stop - start for _, start, stop in slices)
-        return Coded(sizes, tuple(slices), sum(sizes))
+        return PushedData(sizes, tuple(slices), sum(sizes))
 
-    def _decoders(self, group: Group, keys: Sequence[Key]) -> tuple[Decoder | None, ...] | None:
+    def _decoders(self, group: Group, keys: Sequence[Key]) -> tuple[Decoder | None, ...]:
         decoders: list[Decoder | None] = []
         for piece, size in zip(group.slices, group.sizes, strict=True):
             key = keys[piece.position]
@@ -178,7 +179,7 @@ class DistCompression(StoreCompression):
             else:
                 nbytes = chain.encoded_bytes(size // spec.dtype.itemsize, spec.dtype)
                 decoders.append(Decoder(nbytes, partial(_decode, key, chain, spec.dtype)))
-        return tuple(decoders) if any(decoders) else None
+        return tuple(decoders)
 
     # -- rules for servers -------------------------------------------------------------
 

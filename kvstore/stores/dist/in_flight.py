@@ -1,7 +1,7 @@
 """Track a distributed store's calls in flight, and where their values arrive.
 
-A call becomes several transfers (``plan.py``). ``Operation`` is done when all of them are, and
-``Destination`` receives their values. Pure, except that it fills arrays. Used by ``store.py``.
+A call is an ``Operation``, which becomes transfers (``plan.py``). A ``Destination`` receives their
+values. Pure, except that it fills arrays. Used by ``store.py``.
 
 The last functions choose the memory from which a message is sent. Nothing is copied if the server
 can read the memory itself, or if TCP can send it as one range. Small values in different places
@@ -23,10 +23,10 @@ import numpy as np
 
 from kvstore.arrays import Array, adapter_for
 from kvstore.arrays.keys import Key, KeySpec
-from kvstore.stores.dist.plan import Bytes, Group, flat_bytes, gather, views
+from kvstore.stores.dist.plan import Bucket, Bytes, Group, flat_bytes, gather, scatter, views
 from pslite import Postoffice
 from pslite.future import Future
-from pslite.plane import Transfer
+from pslite.plane import Sink, Transfer
 
 #: Once this many lists share a key, those without calls in flight are dropped, since a script may
 #: shuffle its keys.
@@ -157,21 +157,62 @@ def _oldest(calls: Sequence[tuple[int, Future[None]]], window: int) -> list[Futu
     return [future for _, future in calls[: max(len(calls) - window, 0)]]
 
 
-class Operation:
-    """Completes a future when all transfers of a call are done."""
+class Operation(Future[None]):
+    """One call in flight, which is done when all its transfers are.
 
-    def __init__(self, count: int, describe: Callable[[], str]) -> None:
-        self.future: Future[None] = Future(describe)
-        #: Set by the caller, for ``let_go``.
+    A loop makes one for each key, so it has few fields. While it waits in a batch it has the pushed
+    values, which are copies that belong to it, and its destination. Only the I/O thread uses
+    ``left`` and ``error_so_far``.
+    """
+
+    __slots__ = (
+        "_lent",
+        "error_so_far",
+        "keys",
+        "left",
+        "priority",
+        "sources",
+        "targets",
+        "transfers",
+    )
+
+    def __init__(
+        self,
+        keys: Bucket,
+        sources: Sequence[Bytes] = (),
+        targets: Sequence[Bytes] = (),
+        priority: int = 0,
+    ) -> None:
+        super().__init__(keys.describe)
+        self.keys = keys
+        self.sources = sources
+        self.targets = targets
+        self.priority = priority
         self.transfers: list[Transfer] = []
+        #: How many transfers with its data are unfinished.
+        self.left = 0
+        self.error_so_far: BaseException | None = None
         #: Memory that a server may still read, kept because nothing else refers to it.
         self._lent: list[memoryview] = []
-        self._left = count
-        self._error: BaseException | None = None
-        if count == 0:
-            self.future.set_result(None)
 
-    def let_go(self) -> None:
+    def divide(
+        self,
+        groups: Sequence[Group],
+        frames: Iterable[Frames | None],
+        wrap: Callable[[Group, Sink], Sink] | None = None,
+    ) -> None:
+        """Make the transfers of a call that shares none with others, one for each group.
+
+        ``wrap`` may replace the function that gets a group's values.
+        """
+        self.left = len(groups)
+        for group, own in zip(groups, frames, strict=True):
+            transfer = transfer_of(group, own, self.targets, self.part_done, self.priority)
+            if transfer.sink is not None and wrap is not None:
+                transfer.sink = wrap(group, transfer.sink)
+            self.transfers.append(transfer)
+
+    def abandon(self) -> None:
         """Stop using the caller's arrays, since the caller's wait was interrupted.
 
         Runs on the I/O thread. No more values are written to the arrays, and unsent data is sent
@@ -188,13 +229,45 @@ class Operation:
 
     def part_done(self, error: BaseException | None) -> None:
         """Record the end of one transfer. Only on the I/O thread, so without a lock."""
-        self._error = self._error or error
-        self._left -= 1
-        if self._left == 0:
-            if self._error is not None:
-                self.future.set_error(self._error)
-            else:
-                self.future.set_result(None)
+        self.error_so_far = self.error_so_far or error
+        self.left -= 1
+        if self.left:
+            return
+        if self.error_so_far is not None:
+            self.fail(self.error_so_far)
+        else:
+            self.let_go()
+            self.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with an error: its transfers are done, or will not be sent."""
+        self.let_go()
+        self.set_error(error)
+
+    def let_go(self) -> None:
+        """Release the copies and the caller's arrays: the transfers are done."""
+        self.sources = self.targets = ()
+        self.transfers = []
+
+
+def transfer_of(
+    group: Group,
+    frames: Frames | None,
+    targets: Sequence[Bytes],
+    done: Callable[[BaseException | None], None],
+    priority: int,
+) -> Transfer:
+    """Return the transfer of a group, which pulls if there are targets."""
+    return Transfer(
+        group.server,
+        group.parts,
+        group.pull_sizes,
+        frames,
+        partial(scatter, group, targets) if targets else None,
+        done,
+        priority,
+        push_sizes=group.to_push.sizes,
+    )
 
 
 class Destination:
@@ -331,7 +404,7 @@ def zero_copy_views(
 ) -> list[memoryview] | None:
     """Return views of a group's data without copying, or None if a copy is faster.
 
-    It returns a list, so that ``Operation.let_go`` can replace the views by copies. A copy is
+    It returns a list, so that ``Operation.abandon`` can replace the views by copies. A copy is
     faster for small parts in different places, and for a server on this machine: there a copy in
     shared memory is faster than TCP.
     """

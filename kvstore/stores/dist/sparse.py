@@ -42,6 +42,7 @@ class RowCalls:
     def __init__(self, node: Postoffice, exchange: DenseExchange, table: KeyTable) -> None:
         self._exchange = exchange
         self._table = table
+        self._buckets = exchange.buckets
         self._rows = RowExchange(node, exchange)
         self.outs = SparseOuts()
 
@@ -53,19 +54,17 @@ class RowCalls:
         Errors of arrays and sizes are raised here, so that a call sends everything or nothing.
         """
         without_rows = [key for key in groups if self._is_empty(key)]
-        keys = self._table.listed(tuple(key for key in groups if key not in without_rows))
+        keys = self._buckets.of(tuple(key for key in groups if key not in without_rows))
         pairs = zip(keys.keys, keys.specs, strict=True)
         sums = [_sum_of(groups[key], spec) for key, spec in pairs]
         sends = [self._rows.prepare_push(keys, sums, priority)] if keys.keys else []
         if without_rows:
             nothing = [np.empty(0, np.uint8)] * len(without_rows)
-            empty = self._table.listed(tuple(without_rows))
-            coding = self._exchange.coding
-            begin = partial(self._exchange.begin, empty, nothing, None, priority)
-            sends.append(partial(begin, copy=True, coding=coding))
+            empty = self._buckets.of(tuple(without_rows))
+            sends.append(partial(self._exchange.begin, empty, nothing, None, priority, copy=True))
 
         def send() -> Future[Any]:
-            pushed = [each().future for each in sends]
+            pushed = [each() for each in sends]
             return pushed[0] if len(pushed) == 1 else gather(pushed)
 
         return send
@@ -82,8 +81,8 @@ class RowCalls:
     ) -> Pulled:
         """Begin to fetch each key's value; the parts' versions go to ``versions``."""
         pulled = Pulled({key: unwrapped(outs) for key, outs in groups.items()})
-        sparse = self._table.listed(tuple(filter(self._table.is_row_sparse, groups)))
-        dense = self._table.listed(tuple(key for key in groups if key not in sparse.keys))
+        sparse = self._buckets.of(tuple(filter(self._table.is_row_sparse, groups)))
+        dense = self._buckets.of(tuple(key for key in groups if key not in sparse.keys))
         if sparse.keys:
             operation, pulled.held = self._rows.pull_held(sparse, priority, versions)
             pulled.operations.append(operation)
@@ -93,7 +92,7 @@ class RowCalls:
             }
             memories = list(map(flat_bytes, pulled.dense.values()))
             operation = self._exchange.begin(
-                dense, None, memories, priority, copy=False, wrap=partial(noting_versions, versions)
+                dense, None, memories, priority, wrap=partial(noting_versions, versions)
             )
             pulled.operations.append(operation)
         return pulled
@@ -101,7 +100,7 @@ class RowCalls:
     def pull_rows(self, wanted: Sequence[Wanted], priority: int) -> PulledRows:
         """Begin to fetch rows; arrays with the same ids share one request."""
         pulled = PulledRows(wanted)
-        keys = self._table.listed(tuple(dict.fromkeys(each.key for each in wanted)))
+        keys = self._buckets.of(tuple(dict.fromkeys(each.key for each in wanted)))
         pulled.operations.append(self._rows.pull(keys, pulled.landings, priority))
         return pulled
 
@@ -118,7 +117,7 @@ class Pulled:
     @property
     def future(self) -> Future[Any]:
         """A future that is done when all values have arrived."""
-        return gather([operation.future for operation in self.operations])
+        return gather(self.operations)
 
     def finish(self) -> None:
         """Write the received values into the arrays."""

@@ -33,10 +33,8 @@ from kvstore.sparse.payload import (
     write_payload,
 )
 from kvstore.sparse.sums import Contribution, Picked, RowValues
-from kvstore.stores.arguments import KeyList
-from kvstore.stores.dist.batching import answer_for
 from kvstore.stores.dist.in_flight import Operation
-from kvstore.stores.dist.plan import MAX_PARTS
+from kvstore.stores.dist.plan import MAX_PARTS, Bucket
 from kvstore.stores.dist.transfer import DenseExchange
 from pslite import Postoffice
 from pslite.errors import ProtocolError
@@ -174,7 +172,7 @@ class RowExchange:
         #: The largest size of a frame.
         self._most_bytes = node.config.max_message_bytes
 
-    def prepare_push(self, keys: KeyList, values: Sequence[Picked], priority: int) -> Send:
+    def prepare_push(self, keys: Bucket, values: Sequence[Picked], priority: int) -> Send:
         """Copy each key's rows, in its dtype; return a function that pushes them.
 
         Raises ``ValueMismatchError`` if the rows of a part do not fit in a message.
@@ -187,7 +185,7 @@ class RowExchange:
             items += self.fitting(f"key {key!r}", found)
         return self._prepare(keys, items, priority, None)
 
-    def pull(self, keys: KeyList, landings: Sequence[RowDestination], priority: int) -> Operation:
+    def pull(self, keys: Bucket, landings: Sequence[RowDestination], priority: int) -> Operation:
         """Begin to pull rows of these keys into ``landings``.
 
         Raises ``ValueMismatchError`` if a request does not fit in a message; then nothing is sent.
@@ -203,7 +201,7 @@ class RowExchange:
         return self.begin(keys, items, priority, {})
 
     def pull_held(
-        self, keys: KeyList, priority: int, versions: dict[int, int]
+        self, keys: Bucket, priority: int, versions: dict[int, int]
     ) -> tuple[Operation, list[ReceivedRows]]:
         """Begin to pull all rows of row-sparse keys; parts' versions go to ``versions``."""
         held = [ReceivedRows(self._exchange.entries[key]) for key in keys.keys]
@@ -213,7 +211,7 @@ class RowExchange:
         def count(_: Any) -> None:  # only a statistic: a lost count does no harm
             self._exchange.counters["bytes_pulled"] += sum(each.nbytes for each in held)
 
-        operation.future.on_done(count)
+        operation.on_done(count)
         return operation, held
 
     def fitting(self, title: str, items: Iterable[Item]) -> Iterator[Item]:
@@ -228,17 +226,18 @@ class RowExchange:
             yield item
 
     def begin(
-        self, keys: KeyList, items: Sequence[Item], priority: int, versions: dict[int, int] | None
+        self, keys: Bucket, items: Sequence[Item], priority: int, versions: dict[int, int] | None
     ) -> Operation:
         """Send these items; pulls record the versions of their parts in ``versions``."""
         return self._prepare(keys, items, priority, versions)()
 
     def _prepare(
-        self, keys: KeyList, items: Sequence[Item], priority: int, versions: dict[int, int] | None
+        self, keys: Bucket, items: Sequence[Item], priority: int, versions: dict[int, int] | None
     ) -> Send:
         """Prepare a call; return the function that sends it."""
         groups = list(_grouped(items, self._exchange.message_bytes))
-        operation = Operation(len(groups), lambda: answer_for(keys.keys))
+        operation = Operation(keys, priority=priority)
+        operation.left = len(groups)
         for group in groups:
             staging = self._node.buffer(sum(item.nbytes for item in group))
             start = 0
@@ -252,13 +251,10 @@ class RowExchange:
             operation.transfers.append(
                 Transfer(to, parts, sizes, frames, sink, done, priority, ROWS_FORM)
             )
-        coding = self._exchange.coding
 
         def send() -> Operation:
             self._exchange.submit(
-                keys,
                 operation,
-                coding,
                 pushes=versions is None,
                 pulls=versions is not None,
                 nbytes=sum(item.nbytes + item.answer_bytes for item in items),

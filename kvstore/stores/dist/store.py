@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from kvstore.arrays.keys import Key, Keys, Values
 from kvstore.errors import OptimizerNotSet
 from kvstore.sparse.array import RowSparseArray
 from kvstore.stores.arguments import (
-    KeyList,
     check_priority,
     checked_timeout,
     futures_in,
@@ -34,14 +33,12 @@ from kvstore.stores.dist.admin import DistControl
 from kvstore.stores.dist.arguments import (
     AddUp,
     Checked,
+    checked_values,
     sums_on_host,
-    values_to_fill,
-    values_to_push,
 )
-from kvstore.stores.dist.compression import DistCompression
 from kvstore.stores.dist.in_flight import Destination, Operation
 from kvstore.stores.dist.node import worker_node
-from kvstore.stores.dist.plan import Bytes
+from kvstore.stores.dist.plan import Bucket, Bytes
 from kvstore.stores.dist.sparse import RowCalls
 from kvstore.stores.dist.tables import DistTables, StoreCalls
 from kvstore.stores.dist.transfer import noting_versions
@@ -50,18 +47,6 @@ from kvstore.stores.lazy import begin_writing
 from kvstore.stores.tables import Table
 from pslite import Communicator, Config, Future, Postoffice
 from pslite.future import gather, settled
-
-
-class _ToSend(NamedTuple):
-    """The pushed data of a call, ready to send."""
-
-    memories: Sequence[Bytes]
-    are_ours: bool
-    """Whether the store, not the caller, owns all of this memory."""
-    is_small: bool
-    """Whether the data is small enough to share a message with other calls."""
-    coding: DistCompression | None
-    """The store's encoding when the data was prepared, or None."""
 
 
 def create_dist(
@@ -96,6 +81,7 @@ class DistKVStore(DistControl):
     def __init__(self, name: str, node: Postoffice, *, synchronous: bool, on_device: bool) -> None:
         super().__init__(name, node, synchronous=synchronous)
         self._group: Communicator = Communicator(node, name=f"store {self._servers.number}")
+        self._buckets = self._exchange.buckets
         self._rows = RowCalls(node, self._exchange, self._table)
         self.views = DistViews(node, self._exchange, self._table, self._wait_for_values)
         self._views = self.views.table
@@ -150,7 +136,7 @@ class DistKVStore(DistControl):
         if wanted.lazy is not None and not with_version and not wanted.sparse:
             self._let_arrive(wanted.lazy, *self._begin_pull(wanted, priority))
             return None
-        self._check_may_wait()
+        self._waiter.check()
         versions: dict[int, int] | None = {} if with_version else None
         self._pull(wanted, priority, versions)
         if versions is None:
@@ -166,19 +152,19 @@ class DistKVStore(DistControl):
         check_priority(priority)
         out, renewed = self._views.opened(key, out)
         pushed = self._to_push(key, value, renewed)
-        filled = values_to_fill(self._table, key, value if out is None else out)
+        filled = checked_values(self._buckets, key, value if out is None else out, are_written=True)
         if pushed.sparse or filled.sparse:
             check_dense_outs(filled.sparse)
-            self._check_may_wait()
+            self._waiter.check()
             self._keep_to_window(pushed.keys)
             self._push_rows(pushed, priority)
             self._pull(filled, priority)
             return
         if filled.lazy is not None:
             self._keep_to_window(pushed.keys)
-            self._let_arrive(filled.lazy, *self._begin_lazy_pushpull(pushed, filled, priority))
+            self._let_arrive(filled.lazy, *self._begin_pushpull(pushed, filled, priority))
             return
-        self._check_may_wait()
+        self._waiter.check()
         operation, landing = self._begin_pushpull(pushed, filled, priority)
         self._wait_for_values(operation)
         landing.finish()
@@ -189,7 +175,7 @@ class DistKVStore(DistControl):
         check_priority(priority)
         check_dense_outs(self._table.check_broadcast(key, value, out)[1])
         self.init(key, value)
-        self._pull(values_to_fill(self._table, key, out), priority)
+        self._pull(checked_values(self._buckets, key, out, are_written=True), priority)
 
     def view(self, key: Keys) -> Any:
         self._check_may_wait()
@@ -270,14 +256,14 @@ class DistKVStore(DistControl):
         check_priority(priority)
         out, renewed = self._views.opened(key, out)
         pushed = self._to_push(key, value, renewed)
-        filled = values_to_fill(self._table, key, value if out is None else out)
+        filled = checked_values(self._buckets, key, value if out is None else out, are_written=True)
         if pushed.sparse or filled.sparse:
             return self._begin_pushpull_of_rows(pushed, filled, priority)
         if filled.lazy is not None:
-            begun = self._begin_lazy_pushpull(pushed, filled, priority)
+            begun = self._begin_pushpull(pushed, filled, priority)
             return self._let_arrive(filled.lazy, *begun)
         operation, landing = self._begin_pushpull(pushed, filled, priority)
-        return operation.future.map(lambda _: landing.finish())
+        return operation.map(lambda _: landing.finish())
 
     def wait(self, what: Any = None, timeout: float | None = None) -> Any:
         self._check()
@@ -315,11 +301,10 @@ class DistKVStore(DistControl):
 
         Views of the keys end, except for those that the call renews.
         """
-        pushed = values_to_push(self._table, key, value)
-        coding = self._exchange.coding
-        if coding is not None:
-            coding.refuse_rows(pushed.sparse)
-        if self._views:
+        pushed = checked_values(self._buckets, key, value)
+        if pushed.sparse and self._exchange.coding is not None:
+            self._exchange.coding.refuse_rows(pushed.sparse)
+        if self._views.by_key:
             self._views.end([*pushed.keys.keys, *pushed.sparse], renewed)
         return pushed
 
@@ -328,7 +313,8 @@ class DistKVStore(DistControl):
 
     def _landing(self, filled: Checked) -> Destination:
         landing = filled.landing()
-        self.views.watch(filled.keys.keys, landing.memories)
+        if self._views.by_key:
+            self.views.watch(filled.keys.keys, landing.memories)
         return landing
 
     def _wanted(
@@ -336,7 +322,7 @@ class DistKVStore(DistControl):
     ) -> tuple[Checked, Any]:
         """Return the arrays to fill, and the call's result: None, or new arrays."""
         if out is not None:
-            wanted = values_to_fill(self._table, key, out)
+            wanted = checked_values(self._buckets, key, out, are_written=True)
             if wanted.sparse and ignores_sparse:
                 kept: dict[Key, Sequence[Array]] = {**self._rows.outs.ignored(wanted.sparse, 4)}
                 if all_versions:  # also versions of keys whose values are not requested
@@ -348,26 +334,21 @@ class DistKVStore(DistControl):
             (RowSparseArray.zeros if self._table.is_row_sparse(item) else np.empty)(*spec)
             for item, spec in zip(keys, self._specs(keys), strict=True)
         ]
-        wanted = values_to_fill(self._table, keys, values)
+        wanted = checked_values(self._buckets, keys, values, are_written=True)
         return wanted, values[0] if single else values
 
     def _push(self, pushed: Checked, priority: int, *, copy: bool) -> Future[None]:
         """Begin a push; with ``copy`` the caller may change the arrays at once."""
-        sent = self._to_send(pushed)
-        if sent.is_small:
-            return self._exchange.join(pushed.keys, sent.memories, None, priority, sent.coding)
-        copy = copy and not sent.are_ours
-        operation = self._exchange.begin(
-            pushed.keys, sent.memories, None, priority, copy=copy, coding=sent.coding
-        )
-        return operation.future
+        sources, are_ours = self._to_send(pushed)
+        copy = copy and not are_ours
+        return self._exchange.join(pushed.keys, sources, None, priority, copy=copy)
 
     def _push_rows(self, pushed: Checked, priority: int) -> None:
         """Begin a push of keys, some of which may be row-sparse."""
         if not pushed.sparse:
             self._push(pushed, priority, copy=True).on_error(self._note_error)
             return
-        self._keep_to_window(self._table.listed(tuple(pushed.sparse)))
+        self._keep_to_window(self._buckets.of(tuple(pushed.sparse)))
         # Do first what may raise: the check of row sizes here, and of numbers in `_push`'s codec.
         push_rows = self._rows.prepare_push(pushed.sparse, priority)
         self._push(pushed, priority, copy=True).on_error(self._note_error)
@@ -395,7 +376,7 @@ class DistKVStore(DistControl):
         if wanted.keys.keys or not wanted.sparse:
             wrap = None if versions is None else partial(noting_versions, versions)
             operation = self._exchange.begin(
-                wanted.keys, None, landing.memories, priority, copy=False, wrap=wrap
+                wanted.keys, None, landing.memories, priority, wrap=wrap
             )
             operations.append(operation)
         noted: dict[int, int] = {} if versions is None else versions
@@ -413,27 +394,13 @@ class DistKVStore(DistControl):
     def _begin_pushpull(
         self, pushed: Checked, filled: Checked, priority: int
     ) -> tuple[Operation, Destination]:
-        sent = self._to_send(pushed)
+        """Begin a push-pull; after a lazy one the caller may change the pushed arrays."""
+        sources, are_ours = self._to_send(pushed)
         landing = self._landing(filled)
-        operation = self._exchange.begin(
-            pushed.keys, sent.memories, landing.memories, priority, copy=False, coding=sent.coding
-        )
-        return operation, landing
-
-    def _begin_lazy_pushpull(
-        self, pushed: Checked, filled: Checked, priority: int
-    ) -> tuple[Future[None], Destination]:
-        """Begin a lazy push-pull; the caller may change the pushed arrays at once."""
-        keys, sent = pushed.keys, self._to_send(pushed)
-        landing = self._landing(filled)
-        into, coding = landing.memories, sent.coding
-        if sent.is_small:
-            return self._exchange.join(keys, sent.memories, into, priority, coding), landing
-        copy = not sent.are_ours
-        operation = self._exchange.begin(
-            keys, sent.memories, into, priority, copy=copy, coding=coding
-        )
-        return operation.future, landing
+        keys, into = pushed.keys, landing.memories
+        if filled.lazy is None:
+            return self._exchange.begin(keys, sources, into, priority), landing
+        return self._exchange.join(keys, sources, into, priority, copy=not are_ours), landing
 
     def _let_arrive(
         self, arrays: Sequence[Array], future: Future[None], landing: Destination
@@ -444,18 +411,17 @@ class DistKVStore(DistControl):
             begin_writing(arrived, arrays, self._wait)
         return arrived
 
-    def _to_send(self, pushed: Checked) -> _ToSend:
-        """Return the data to send for each key."""
-        coding = self._exchange.coding
+    def _to_send(self, pushed: Checked) -> tuple[Sequence[Bytes], bool]:
+        """Return the data to send for each key, and whether the store owns all of it."""
         sources, are_ours = pushed.memory_to_send(self._add_up)
-        if coding is None or not coding.concerns(pushed.keys.keys):
-            is_small = pushed.keys.nbytes <= self._exchange.message_bytes
-            return _ToSend(sources, are_ours, is_small, coding)
-        self._exchange.check_coding(coding)  # before residuals change
+        coding = self._exchange.coding if pushed.keys.is_coded else None
+        if coding is None:
+            return sources, are_ours
+        self._exchange.check(pushed.keys)  # before residuals change
         sources, all_coded = coding.encode(pushed.keys, sources, self._node.buffer)
-        return _ToSend(sources, are_ours or all_coded, False, coding)
+        return sources, are_ours or all_coded
 
-    def _keep_to_window(self, keys: KeyList) -> None:
+    def _keep_to_window(self, keys: Bucket) -> None:
         """Wait while this worker is too many pushes of a key ahead of the others."""
         earlier = self._exchange.pushes.beyond(keys.keys, self._node.config.round_window)
         if earlier:
@@ -474,13 +440,12 @@ class DistKVStore(DistControl):
 
     def _wait_for_values(self, *operations: Operation) -> None:
         """Wait for calls that use the caller's arrays; after an error, release the arrays."""
-        futures = [operation.future for operation in operations]
         try:
-            self._wait(futures[0] if len(futures) == 1 else gather(futures))
+            self._wait(operations[0] if len(operations) == 1 else gather(operations))
         except BaseException:
-            unfinished = [each for each in operations if not each.future.done()]
+            unfinished = [each for each in operations if not each.done()]
             for operation in unfinished:
-                self._node.io_queue.call(operation.let_go)
+                self._node.io_queue.call(operation.abandon)
             if unfinished:
                 self._node.wait_until_accepted()
             raise

@@ -28,9 +28,9 @@ from kvstore.sparse.sums import Picked, RowValues, sum_repeated
 from kvstore.sparse.tables.ids import first_appearances, split
 from kvstore.sparse.tables.settings import TableSettings, settings_to_plain
 from kvstore.sparse.tables.shard import TableStatistics
-from kvstore.stores.arguments import KeyList
 from kvstore.stores.dist.control_client import Servers
 from kvstore.stores.dist.in_flight import Operation
+from kvstore.stores.dist.plan import Bucket
 from kvstore.stores.dist.sparse_transfer import RowExchange, RowPlacement, RowTarget, pushed, wanted
 from kvstore.stores.dist.table_rows import ServerRows
 from kvstore.stores.dist.transfer import DenseExchange
@@ -56,7 +56,7 @@ class StoreCalls(NamedTuple):
     settle: Callable[[], None]
     meet: Callable[[str, Callable[[int], Sequence[Key]]], tuple[int, Any]]
     """Has the lowest rank act once all ranks have called; also returns the call's number."""
-    keep_to_window: Callable[[KeyList], None]
+    keep_to_window: Callable[[Bucket], None]
     note_error: Callable[[Future[None]], None]
     is_closed: Callable[[], bool]
 
@@ -151,7 +151,11 @@ class DistTable(Table):
         super().__init__(settings, optimizer, ServerRows(self._pages, owner.store.wait, most_bytes))
         self._owner = owner
         self._is_closed = False
-        self._keys = KeyList((self.title,), ())
+
+    @property
+    def _keys(self) -> Bucket:
+        """The table, as a call names it; rows are never encoded."""
+        return Bucket((self.title,), coding=self._owner.exchange.coding)
 
     # -- properties ----------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class DistTable(Table):
         rows = gradients if inverse is None else sum_repeated(inverse, gradients).values
         send = self._prepare_push(unique, rows)
         self._owner.store.keep_to_window(self._keys)
-        send().future.on_error(self._owner.store.note_error)
+        send().on_error(self._owner.store.note_error)
 
     def begin_push(self, ids: Ids, rows: RowValues) -> Operation:
         """Begin to push copies of gradients of distinct ids. Any thread may call it."""

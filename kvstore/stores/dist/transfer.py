@@ -13,37 +13,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from kvstore.arrays.keys import Key
-from kvstore.errors import UnknownKeyError
 from kvstore.protocol.placement import message_bytes
 from kvstore.protocol.requests import KeyEntry
-from kvstore.stores.arguments import ByKeys, KeyList
+from kvstore.stores.arguments import KeyTable
 from kvstore.stores.base import Version
-from kvstore.stores.dist.batching import (
-    BatchedCall,
-    CallBatch,
-    Load,
-    Shape,
-    answer_for,
-    loads_of,
-    transfers_of,
-)
+from kvstore.stores.dist.batching import CallBatch, Load, loads_of, shape_of, transfers_of
 from kvstore.stores.dist.compression import DistCompression
 from kvstore.stores.dist.in_flight import Frames, InFlight, Operation, copied, frames_of
-from kvstore.stores.dist.plan import (
-    Bytes,
-    Group,
-    Places,
-    group_bytes,
-    group_parts,
-    places_of,
-    scatter_into,
-)
+from kvstore.stores.dist.plan import Bucket, Buckets, Bytes, Group, group_bytes, plan
 from kvstore.stores.dist.progress import progress_of
 from pslite import Future, Postoffice
 from pslite.errors import UsageError
-from pslite.future import completed
 from pslite.plane import Piece, Sink, Transfer
 
 #: A copy of up to this many bytes is put in ordinary memory and copied into a message later.
@@ -59,19 +42,15 @@ _MAX_LOOKS = 5
 class DenseExchange:
     """The pushes and pulls of one store on one worker."""
 
-    def __init__(self, node: Postoffice) -> None:
+    def __init__(self, node: Postoffice, table: KeyTable) -> None:
         self._node = node
+        self.buckets = Buckets(table)
         # Makes the recorded order of calls the order in which they are submitted. No thread waits
         # for an answer while it holds the lock: the answer may depend on another thread's next
         # push. It is re-entrant: a node that has ended runs commands at once, on this thread.
         self._lock = threading.RLock()
-        self._places: dict[Key, Places] = {}
-        self._plans = ByKeys(self._plan)
-        self._recipes = ByKeys(self._recipe)
         #: The open batch, which other calls may join, or None.
         self._batch: CallBatch | None = None
-        #: The encoding of values; None without compression.
-        self.coding: DistCompression | None = None
         #: Whether ``set_gradient_compression`` is running.
         self._is_changing = False
         #: Whether the last batch had many calls.
@@ -86,6 +65,12 @@ class DenseExchange:
         self.counters = {"pushes": 0, "pulls": 0, "bytes_pushed": 0, "bytes_pulled": 0}
         #: The best size of messages with many small values.
         self.message_bytes = message_bytes(node.config, by_tcp=not node.nearby.is_on_one_machine)
+
+    @property
+    def coding(self) -> DistCompression | None:
+        """The encoding of values; None without compression."""
+        coding: DistCompression | None = self.buckets.coding
+        return coding
 
     def name_of(self, part: int) -> str | None:
         """Return the key or table of a part, for reports.
@@ -103,16 +88,13 @@ class DenseExchange:
 
     def add(self, entries: Iterable[KeyEntry]) -> None:
         """Add keys; calls can use them from now on."""
-        for entry in entries:
-            if not entry.is_row_sparse:  # sparse_transfer.py places row-sparse keys
-                self._places[entry.key] = places_of(entry)
-            self.entries[entry.key] = entry
+        self.entries.update((entry.key, entry) for entry in entries)
 
     @contextmanager
     def changing_coding(self) -> Iterator[None]:
         """Refuse pushes and pulls within this context, while the encoding changes."""
         with self._lock:
-            self.check_coding(self.coding)
+            self.check()
             self._is_changing = True
         try:
             yield
@@ -123,28 +105,28 @@ class DenseExchange:
     def set_coding(self, coding: DistCompression | None) -> None:
         """Set the encoding; only within ``changing_coding`` and with nothing in flight."""
         with self._lock:
-            self.coding = coding
-            self._plans.forget()
-            self._recipes.forget()
+            self.buckets.begin_coding(coding)
 
-    def check_coding(self, coding: DistCompression | None) -> None:
-        """Raise ``UsageError`` if the encoding is changing or is no longer ``coding``."""
-        if self._is_changing or self.coding is not coding:
+    def check(self, keys: Bucket | None = None) -> None:
+        """Raise an error while the encoding changes, or if these keys are of an old one.
+
+        Also if one of the keys was deleted.
+        """
+        if self._is_changing or (keys is not None and keys.coding is not self.buckets.coding):
             raise UsageError(
                 "set_gradient_compression is running in another thread; do not call init, push "
                 "or pull before it returns"
             )
+        if keys is not None and keys.gone is not None:
+            raise keys.gone
 
     def remove(self, keys: Sequence[Key]) -> None:
         """Remove deleted keys."""
         gone = [entry for key in keys if (entry := self.entries.pop(key, None)) is not None]
-        for key in keys:
-            self._places.pop(key, None)
         if self.coding is not None:
             self.coding.forget(gone)
         self._progress.forget(id(self), keys)
-        self._plans.forget()
-        self._recipes.forget()
+        self.buckets.remove(keys)
         self.pushes.forget(keys)
         self.pulls.forget(keys)
         parts = [part for entry in gone for part in entry.parts]
@@ -160,96 +142,70 @@ class DenseExchange:
 
     def begin(
         self,
-        keys: KeyList,
+        keys: Bucket,
         sources: Sequence[Bytes] | None,
         targets: Sequence[Bytes] | None,
         priority: int,
         *,
-        copy: bool,
+        copy: bool = False,
         wrap: Callable[[Group, Sink], Sink] | None = None,
-        coding: DistCompression | None = None,
     ) -> Operation:
         """Push ``sources``, pull into ``targets``, or both.
 
-        With ``copy`` the caller may change the sources at once; otherwise the operation keeps them,
-        and they must stay unchanged until it is done. Sources and targets are the flat memory of
-        each key's value; ``coding`` may have encoded the sources. ``wrap`` may replace the
-        function that gets a group's values.
+        Sources and targets are the flat memory of each key's value; the store's encoding has
+        encoded the sources. With ``copy`` the caller may change the sources at once; otherwise they
+        must stay unchanged until the operation is done. A pull becomes part of the push of its keys
+        if that is the only call that waits to be sent. ``wrap`` may replace the function that gets
+        a group's values.
         """
-        if sources is None:
-            coding = self.coding
-        self.check_coding(coding)
-        groups = self._plans.of(keys.keys)
+        if sources is None and wrap is None and targets and self._batch is not None:
+            joined = self._pull_last(keys, targets, priority)
+            if joined is not None:
+                return joined
+        operation = Operation(keys, (), targets or (), priority)
+        groups = self._groups(keys)
         frames: Sequence[Frames | None] = [None] * len(groups)
-        if sources is not None:
-            if copy:
-                frames = [copied(self._node, group, sources) for group in groups]
-            else:
-                frames = frames_of(self._node, groups, sources, targets, keys.nbytes)
-        operation = Operation(len(groups), lambda: answer_for(keys.keys))
-        for group, own in zip(groups, frames, strict=True):
-            sink = None if targets is None else scatter_into(group, targets)
-            if sink is not None and wrap is not None:
-                sink = wrap(group, sink)
-            transfer = Transfer(
-                group.server,
-                group.parts,
-                group.pull_sizes,
-                own,
-                sink,
-                operation.part_done,
-                priority,
-                push_sizes=group.to_push.sizes,
-            )
-            operation.transfers.append(transfer)
-        pushes, pulls = sources is not None, targets is not None
-        self.submit(keys, operation, coding, pushes=pushes, pulls=pulls)
+        if sources is not None and copy:
+            frames = [copied(self._node, group, sources) for group in groups]
+        elif sources is not None:
+            frames = frames_of(self._node, groups, sources, targets, keys.nbytes)
+        operation.divide(groups, frames, wrap)
+        self.submit(operation, pushes=sources is not None, pulls=targets is not None)
         return operation
 
     def submit(
-        self,
-        keys: KeyList,
-        operation: Operation,
-        coding: DistCompression | None,
-        *,
-        pushes: bool,
-        pulls: bool,
-        nbytes: int | None = None,
+        self, operation: Operation, *, pushes: bool, pulls: bool, nbytes: int | None = None
     ) -> None:
-        """Send an operation for these keys after all earlier ones, and count it.
+        """Send an operation with its transfers after all earlier ones, and count it.
 
-        ``coding`` is the encoding with which the operation was made. ``nbytes`` is its size, by
-        default the size of the keys' whole values. Raises ``UsageError`` while the encoding
-        changes.
+        ``nbytes`` is its size, by default the size of the keys' whole values. Raises ``UsageError``
+        while the encoding changes.
         """
         self._node.io_queue.check_process()
+        transfers = operation.transfers
         with self._lock:
-            self.check_coding(coding)
+            self.check(operation.keys)
             self.send_joined()  # earlier calls go first
-            self._node.submit(operation.transfers)
+            self._node.submit(transfers)
             # Record the call only now: if an interrupt prevented the submit, a wait for a recorded
             # call would never end.
-            self._note(keys, operation.future, pushes=pushes, pulls=pulls, nbytes=nbytes)
+            self._note(operation, pushes=pushes, pulls=pulls, nbytes=nbytes)
+        if not transfers:
+            operation.set_result(None)
 
     def _note(
-        self,
-        keys: KeyList,
-        future: Future[None],
-        *,
-        pushes: bool,
-        pulls: bool,
-        nbytes: int | None = None,
+        self, operation: Operation, *, pushes: bool, pulls: bool, nbytes: int | None = None
     ) -> None:
-        counters = self.counters
+        counters, keys = self.counters, operation.keys
         nbytes = keys.nbytes if nbytes is None else nbytes
         if pushes:
-            self.pushes.add(keys.keys, future)
+            self.pushes.add(keys.keys, operation)
             counters["pushes"] += 1
             counters["bytes_pushed"] += nbytes
             if keys.keys:
                 self._progress.pushed(id(self), keys.keys[0])
         if pulls:
-            self.pulls.add(keys.keys, future)
+            self.pulls.add(keys.keys, operation)
             counters["pulls"] += 1
             counters["bytes_pulled"] += nbytes
 
@@ -257,44 +213,68 @@ class DenseExchange:
 
     def join(
         self,
-        keys: KeyList,
+        keys: Bucket,
         sources: Sequence[Bytes] | None,
         targets: Sequence[Bytes] | None,
         priority: int,
-        coding: DistCompression | None = None,
-    ) -> Future[None]:
-        """Begin a call that is sent together with other calls that follow soon.
+        *,
+        copy: bool = True,
+    ) -> Operation:
+        """Begin a call for which no thread waits, with the arguments of ``begin``.
 
-        ``send_joined`` sends them at once. The sources are copied. The future completes on the I/O
-        thread.
+        A small one is sent together with other calls that follow soon, or by ``send_joined``; then
+        its sources are copied.
         """
-        if not keys.keys:
-            return completed(None)
+        if sources is not None and (keys.is_coded or keys.nbytes > self.message_bytes):
+            return self.begin(keys, sources, targets, priority, copy=copy)
         self._node.io_queue.check_process()
-        pushes = sources is not None
+        if not keys.keys:
+            call = Operation(keys)
+            call.set_result(None)
+            return call
+        pushes, pulls = sources is not None, targets is not None
         with self._lock:
-            self.check_coding(coding if pushes else self.coding)
+            self.check(keys)
             batch = self._batch
-            if batch is not None and sources is None and targets is not None:
-                last = batch.pull_last(keys.keys, targets, priority, keys.nbytes)
+            if batch is not None and not pushes and targets is not None:
+                last = batch.pull_last(keys, targets, priority)
                 if last is not None:
-                    self._note(keys, last, pushes=False, pulls=True)
+                    self._note(last, pushes=False, pulls=True)
                     return last
             if batch is not None and not batch.has_room(keys.nbytes, pushes=pushes):
                 self.send_joined()
                 batch = None
             if batch is None:
-                batch = self._begin_batch()
-            copies = None
+                # A single call does not need that much memory.
+                staging = self._node.buffer(self.message_bytes) if self._is_in_loop else None
+                batch = CallBatch(self.message_bytes, self.send_joined, staging)
+            copies: Sequence[Bytes] = ()
             if sources is not None:
                 copies = batch.stage(sources, keys.nbytes) or list(map(self._copy, sources))
-            call = BatchedCall(keys.keys, copies, targets, priority)
-            batch.add(call, keys.nbytes)
+            call = Operation(keys, copies, targets or (), priority)
+            batch.add(call)
             if self._batch is None:
                 self._open(batch)
             # As in submit.
-            self._note(keys, call, pushes=pushes, pulls=targets is not None)
+            self._note(call, pushes=pushes, pulls=pulls)
         return call
+
+    def _pull_last(self, keys: Bucket, targets: Sequence[Bytes], priority: int) -> Operation | None:
+        """Let a waiting caller's pull join the push of its keys, and send that call.
+
+        It must be the only call of the batch: an interrupt may end it (``Operation.abandon``).
+        """
+        self._node.io_queue.check_process()
+        with self._lock:
+            self.check(keys)
+            batch = self._batch
+            if batch is None or len(batch.calls) > 1:
+                return None
+            last = batch.pull_last(keys, targets, priority)
+            if last is not None:
+                self._note(last, pushes=False, pulls=True)
+                self.send_joined()
+            return last
 
     def send_joined(self) -> None:
         """Send the open batch, if there is one. Any thread may call it."""
@@ -303,18 +283,13 @@ class DenseExchange:
         with self._lock:
             batch, self._batch = self._batch, None
             if batch is not None:
-                self._node.io_queue.call(lambda: self._take(batch))
-
-    def _begin_batch(self) -> CallBatch:
-        # A single call does not need that much memory.
-        staging = self._node.buffer(self.message_bytes) if self._is_in_loop else None
-        return CallBatch(self.message_bytes, self.send_joined, staging)
+                self._node.io_queue.call(partial(self._take, batch))
 
     def _open(self, batch: CallBatch) -> None:
         """Let other calls join a batch, which is sent soon even if no thread waits for it."""
         self._batch = batch
         try:
-            self._node.io_queue.call_later(_JOIN_S, lambda: self._look_at(batch, 0, 1))
+            self._node.io_queue.call_later(_JOIN_S, partial(self._look_at, batch, 0, 1))
         except BaseException:
             self._batch = None  # the I/O thread may not know it
             raise
@@ -325,7 +300,7 @@ class DenseExchange:
         if batch is not self._batch or now == count or look == _MAX_LOOKS:
             self._take(batch)
         else:
-            self._node.io_queue.call_later(_JOIN_S, lambda: self._look_at(batch, now, look + 1))
+            self._node.io_queue.call_later(_JOIN_S, partial(self._look_at, batch, now, look + 1))
 
     def _copy(self, source: Bytes) -> Bytes:
         if len(source) <= _SMALL_COPY_BYTES:
@@ -344,42 +319,58 @@ class DenseExchange:
                 return
             batch.is_taken = True
             self._is_in_loop = len(batch.calls) > _FEW_CALLS
-        calls: Sequence[BatchedCall] = batch.calls
-        staging = batch.staging
+        calls = batch.calls
+        for call in calls:
+            if call.keys.gone is not None:
+                call.fail(call.keys.gone)
+                calls = [each for each in calls if each is not call]
         try:
-            shapes = tuple([call.shape for call in calls])
-            recipe = self._recipes.get(shapes)
-            if recipe is None:
-                calls = list(self._known(calls))
-                staging = staging if len(calls) == len(shapes) else None
-                recipe = self._recipes.of(tuple([call.shape for call in calls]))
-            transfers = transfers_of(self._node, recipe, calls, staging)
+            transfers = self._transfers(calls, batch)
         except Exception as error:  # a bug; a waiting thread must not wait for ever
             for call in calls:
-                call.let_go()
-                call.set_error(error)
+                call.fail(error)
             return
         self._node.traffic.submit(transfers)
 
-    def _known(self, calls: Sequence[BatchedCall]) -> Iterator[BatchedCall]:
-        """Yield the calls whose keys still exist; end the others with an error."""
-        for call in calls:
-            gone = [key for key in call.shape[0] if key not in self.entries]
-            if gone:
-                call.let_go()
-                call.set_error(UnknownKeyError(f"the key {gone[0]!r} was deleted"))
-            else:
-                yield call
+    def _transfers(self, calls: Sequence[Operation], batch: CallBatch) -> Sequence[Transfer]:
+        """Return the transfers for these calls of a batch."""
+        if len(calls) == 1:
+            (call,) = calls
+            groups = self._groups(call.keys)
+            frames: Sequence[Frames | None] = [None] * len(groups)
+            if call.sources:
+                frames = frames_of(self._node, groups, call.sources, None, call.keys.nbytes)
+            call.divide(groups, frames)
+            return call.transfers
+        staging = batch.staging if len(calls) == len(batch.calls) else None
+        return transfers_of(self._node, self._loads(calls), calls, staging)
 
-    def _recipe(self, shapes: Sequence[Shape]) -> Sequence[Load]:
-        return loads_of(shapes, self.entries, self._plan)
+    def _loads(self, calls: Sequence[Operation]) -> Sequence[Load]:
+        """Return the messages for these calls; a loop makes the same calls again."""
+        if not calls:
+            return ()
+        shapes = list(map(shape_of, calls))
+        kept = calls[0].keys.batches
+        kind = shapes[0][1:3]
+        if kind not in kept or kept[kind][0] != shapes:
+            kept[kind] = shapes, loads_of(shapes, self.entries, self._plan)
+        loads: Sequence[Load] = kept[kind][1]
+        return loads
+
+    def _groups(self, keys: Bucket) -> Sequence[Group]:
+        """Return the messages of a call for these keys alone."""
+        if keys.groups is None:
+            if keys.gone is not None:
+                raise keys.gone
+            keys.groups = self._plan(keys.keys)
+        return keys.groups
 
     def _plan(self, keys: Sequence[Key]) -> list[Group]:
-        nbytes = sum(self.entries[key].spec.nbytes for key in keys)
+        entries = [self.entries[key] for key in keys]
+        nbytes = sum(entry.spec.nbytes for entry in entries)
         by_tcp = not self._node.nearby.is_on_one_machine
         limit = group_bytes(self._node.config, nbytes, by_tcp=by_tcp)
-        places = [self._places[key] for key in keys]
-        groups = group_parts(places, limit, keeps_keys_whole=not by_tcp)
+        groups = plan(entries, limit, keeps_keys_whole=not by_tcp)
         coding = self.coding
         return groups if coding is None else [coding.applied(group, keys) for group in groups]
 

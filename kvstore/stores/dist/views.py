@@ -68,16 +68,14 @@ class DistViews:
         if rest:
             memories, _ = views.opened(rest, [shown[key] for key in rest])
             targets = [flat_bytes(memory) for memory in memories]
-            listed = self._keys.listed(rest)
             self.watch(rest, targets)
-            self._wait(self._exchange.begin(listed, None, targets, 0, copy=False))
+            self._wait(self._exchange.begin(self._exchange.buckets.of(rest), None, targets, 0))
         return shown
 
     def watch(self, keys: Sequence[Key], targets: MutableSequence[Bytes]) -> None:
         """Replace the targets that are live views, so that nothing is copied to them."""
-        if self.table:
-            for index, key in enumerate(keys):
-                targets[index] = self.table.target(key, targets[index])
+        for index, key in enumerate(keys):
+            targets[index] = self.table.target(key, targets[index])
 
     def live(self) -> dict[Key, HostArray]:
         """Return the views in use over servers' memory, as writable arrays.
@@ -113,8 +111,8 @@ class DistViews:
             return _noting_places(group, places)
 
         targets: list[Bytes] = [np.empty(0, np.uint8)] * len(keys)  # the sink needs none
-        listed = self._keys.listed(keys)
-        self._wait(self._exchange.begin(listed, None, targets, 0, copy=False, wrap=noting))
+        bucket = self._exchange.buckets.of(keys)
+        self._wait(self._exchange.begin(bucket, None, targets, 0, wrap=noting))
         found = {}
         for key, place in zip(keys, places, strict=True):
             entry = self._exchange.entries[key]

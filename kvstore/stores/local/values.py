@@ -293,7 +293,7 @@ class LocalValues:
 
     def _without_shown(self, filled: KeyArrays) -> KeyArrays:
         """Leave out the views that show the stored values."""
-        if not self.views:
+        if not self.views.by_key:
             return filled
         rows = {
             key: row

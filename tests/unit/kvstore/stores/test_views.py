@@ -182,7 +182,7 @@ def test_a_table_forgets_views_that_nobody_uses() -> None:
     views.add("w", np.zeros(4), is_live=True)
     views.end()
     assert kept == ["w"]
-    assert not views
+    assert not views.by_key
     del part
 
 

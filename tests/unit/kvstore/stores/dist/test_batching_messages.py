@@ -9,8 +9,10 @@ import numpy as np
 
 from kvstore.arrays.keys import Key, KeySpec
 from kvstore.protocol.requests import KeyEntry
-from kvstore.stores.dist.batching import BatchedCall, Load, Shape, loads_of, transfers_of
-from kvstore.stores.dist.plan import Group, group_parts, places_of
+from kvstore.stores.dist.batching import Load, Shape, loads_of, shape_of, transfers_of
+from kvstore.stores.dist.in_flight import Operation
+from kvstore.stores.dist.plan import Bucket, Group
+from kvstore.stores.dist.plan import plan as plan_of
 from pslite.plane import Transfer
 
 CHUNK_BYTES = 64
@@ -23,7 +25,7 @@ ENTRIES: dict[Key, KeyEntry] = {
 
 
 def plan(keys: Sequence[Key]) -> list[Group]:
-    return group_parts([places_of(ENTRIES[key]) for key in keys], 1 << 20)
+    return plan_of([ENTRIES[key] for key in keys], 1 << 20)
 
 
 def shape(*keys: str, push: bool = False, pull: bool = False, priority: int = 0) -> Shape:
@@ -34,13 +36,14 @@ def loads(*shapes: Shape) -> list[Load]:
     return loads_of(shapes, ENTRIES, plan)
 
 
-def messages(calls: Sequence[BatchedCall], staging: np.ndarray[Any, Any]) -> list[Transfer]:
+def messages(calls: Sequence[Operation], staging: np.ndarray[Any, Any]) -> list[Transfer]:
     node: Any = None  # nothing is asked of it where values have been staged
-    return transfers_of(node, loads(*(call.shape for call in calls)), calls, staging)
+    return transfers_of(node, loads(*map(shape_of, calls)), calls, staging)
 
 
-def pushed(*keys: str) -> BatchedCall:
-    return BatchedCall(keys, [np.zeros(ENTRIES[key].spec.nbytes, np.uint8) for key in keys], None)
+def pushed(*keys: str) -> Operation:
+    specs = [ENTRIES[key].spec for key in keys]
+    return Operation(Bucket(keys, specs), [np.zeros(spec.nbytes, np.uint8) for spec in specs])
 
 
 def test_values_that_were_staged_one_behind_another_travel_as_they_lie() -> None:

@@ -9,16 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.stores.dist.batching import BatchedCall, CallBatch, Shape, mixes_of, note_arrived
+from kvstore.arrays.keys import KeySpec
+from kvstore.stores.dist.batching import CallBatch, Shape, mixes_of, note_arrived, shape_of
+from kvstore.stores.dist.in_flight import Operation
+from kvstore.stores.dist.plan import Bucket
 
 
 def shape(*keys: str, push: bool = False, pull: bool = False, priority: int = 0) -> Shape:
     return keys, push, pull, priority
 
 
-def call(*keys: str, push: bool = False, pull: bool = False) -> BatchedCall:
+def call(*keys: str, push: bool = False, pull: bool = False, nbytes: int = 1) -> Operation:
     memories = [np.zeros(1, np.uint8) for _ in keys]
-    return BatchedCall(keys, memories if push else None, memories if pull else None)
+    return Operation(bucket(*keys, nbytes=nbytes), memories * push, memories * pull)
+
+
+def bucket(*keys: str, nbytes: int = 1) -> Bucket:
+    return Bucket(keys, [KeySpec((nbytes,), np.dtype(np.uint8)) for _ in keys])
 
 
 def test_a_push_and_the_pull_behind_it_become_one_exchange() -> None:
@@ -64,9 +71,9 @@ def test_pushes_and_pulls_fill_a_batch_each_by_themselves() -> None:
     batch = CallBatch(100, flush=lambda: None)
     for _ in range(4):
         assert batch.has_room(25, pushes=True)
-        batch.add(call("w", push=True), 25)
+        batch.add(call("w", push=True, nbytes=25))
         assert batch.has_room(25, pushes=False)
-        batch.add(call("w", pull=True), 25)
+        batch.add(call("w", pull=True, nbytes=25))
     assert not batch.has_room(1, pushes=True)
     assert not batch.has_room(1, pushes=False)
 
@@ -75,44 +82,45 @@ def test_pushes_and_pulls_fill_a_batch_each_by_themselves() -> None:
 def test_a_full_batch_has_room_only_for_the_pull_of_its_last_push(sizes: list[int]) -> None:
     batch = CallBatch(100, flush=lambda: None)
     for size in sizes:
-        batch.add(call("w", push=True), size)
+        batch.add(call("w", push=True, nbytes=size))
     assert not batch.has_room(1, pushes=True)
     assert batch.has_room(1, pushes=False)
-    batch.add(call("w", pull=True), 100)
+    batch.add(call("w", pull=True, nbytes=100))
     assert not batch.has_room(1, pushes=False)
 
 
-@pytest.mark.parametrize("at", ["targets", "shape"])
-def test_an_interrupted_pull_behind_a_push_leaves_the_push_as_it_was(at: str) -> None:
-    class Interrupted(BatchedCall):
+def test_an_interrupted_pull_behind_a_push_leaves_the_push_as_it_was() -> None:
+    class Interrupted(Operation):
         def __setattr__(self, name: str, value: object) -> None:
-            if is_armed and name == at:
+            if is_armed and name == "targets":
                 raise KeyboardInterrupt
             super().__setattr__(name, value)
 
     is_armed = False
-    memories = [np.zeros(1, np.uint8)]
-    last = Interrupted(("w",), memories, None)
+    keys, memories = bucket("w"), [np.zeros(1, np.uint8)]
+    last = Interrupted(keys, memories)
     batch = CallBatch(100, flush=lambda: None)
-    batch.add(last, 1)
+    batch.add(last)
     is_armed = True
     with pytest.raises(KeyboardInterrupt):
-        batch.pull_last(("w",), memories, 0, 1)
-    assert last.shape == shape("w", push=True)
+        batch.pull_last(keys, memories, 0)
+    assert shape_of(last) == shape("w", push=True)
     is_armed = False
-    assert batch.pull_last(("w",), memories, 0, 1) is last
-    assert (last.shape, last.targets) == (shape("w", push=True, pull=True), memories)
+    assert batch.pull_last(keys, memories, 0) is last
+    assert (shape_of(last), last.targets) == (shape("w", push=True, pull=True), memories)
 
 
 def test_staging_with_a_gap_is_not_used_and_the_calls_keep_their_values() -> None:
     batch = CallBatch(100, flush=lambda: None, staging=np.zeros(100, np.uint8))
     values = [np.full(10, number, np.uint8) for number in range(3)]
     first = batch.stage(values[:1], 10)
-    batch.add(BatchedCall(("a",), first, None), 10)
+    assert first is not None
+    batch.add(Operation(bucket("a", nbytes=10), first))
     assert batch.staging is not None
     batch.stage(values[1:2], 10)  # interrupted here: the call is not added
     third = batch.stage(values[2:], 10)
-    batch.add(BatchedCall(("c",), third, None), 10)
+    assert third is not None
+    batch.add(Operation(bucket("c", nbytes=10), third))
     assert batch.staging is None
     assert [call.sources[0].tolist() for call in batch.calls] == [[0] * 10, [2] * 10]
 

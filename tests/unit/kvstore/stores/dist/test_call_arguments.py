@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,15 @@ from kvstore.arrays.context import Context
 from kvstore.arrays.keys import KeySpec
 from kvstore.arrays.pending import begin
 from kvstore.errors import UnknownKeyError
-from kvstore.stores.arguments import ByKeys, KeyList, KeyTable
+from kvstore.stores.arguments import KeyTable
 from kvstore.stores.dist import arguments as calls
 from kvstore.stores.dist.arguments import (
     Checked,
+    checked_values,
     sum_on,
     sums_on_host,
-    values_to_fill,
-    values_to_push,
 )
-from kvstore.stores.dist.plan import flat_bytes, flat_bytes_of
+from kvstore.stores.dist.plan import Bucket, Buckets, flat_bytes, flat_bytes_of
 from pslite import Future
 from pslite.errors import PSError
 
@@ -38,10 +38,14 @@ SPECS = {
 NUMBERS = {1: KeySpec((2,), np.dtype(np.complex64)), 0: KeySpec((2,), np.dtype(bool))}
 
 
-def table(specs: Any = SPECS) -> KeyTable:
+def table(specs: Any = SPECS) -> Buckets:
     made = KeyTable()
     made.add(specs)
-    return made
+    return Buckets(made)
+
+
+values_to_push = checked_values
+values_to_fill = partial(checked_values, are_written=True)
 
 
 def plain(spec: KeySpec) -> np.ndarray[Any, Any]:
@@ -135,19 +139,23 @@ def test_everything_else_is_looked_at_key_by_key(key: Any, value: Any) -> None:
 def test_a_list_of_keys_is_worked_out_once_until_a_key_changes() -> None:
     known = table()
     first = known.usual(["vector", "matrix"])
+    other = known.of(("matrix",))
     assert first is not None
-    assert known.usual(("vector", "matrix")) is known.listed(("vector", "matrix")) is first
+    assert known.usual(("vector", "matrix")) is known.of(("vector", "matrix")) is first
     assert first.nbytes == 24 + 24
-    known.add({"new": SPECS["vector"]})
+    known.table.add({"new": SPECS["vector"]})
     assert known.usual(["vector", "matrix"]) is first
+    known.table.remove(["vector"])
     known.remove(["vector"])
+    assert "'vector' was deleted" in str(first.gone)
+    assert other.gone is None
     assert known.usual(["vector", "matrix"]) is None
-    known.add({"vector": KeySpec((5,), np.dtype(np.float32))})
+    known.table.add({"vector": KeySpec((5,), np.dtype(np.float32))})
     again = known.usual(["vector", "matrix"])
     assert again is not None
     assert again.nbytes == 20 + 24
     with pytest.raises(UnknownKeyError):
-        known.listed(("vector", "nothing"))
+        known.of(("vector", "nothing"))
 
 
 def test_keys_that_only_look_like_the_stores_are_not_usual() -> None:
@@ -159,25 +167,28 @@ def test_keys_that_only_look_like_the_stores_are_not_usual() -> None:
 
 
 def test_what_is_kept_for_lists_of_keys_is_bounded() -> None:
-    made: list[Any] = []
-    kept = ByKeys(lambda keys: made.append(keys) or len(made))
     long = tuple(range(60_000))
-    assert kept.of(long) == kept.of(long) == 1
-    assert kept.of((*long, "other")) == 2
-    assert kept.get(long) is None
-    assert kept.of((*long, "other")) == 2
-    kept.forget()
-    assert kept.get((*long, "other")) is None
+    known = table(dict.fromkeys((*long, -1), NUMBERS[0]))
+    first = known.of(long)
+    assert known.of(long) is first
+    second = known.of((*long, -1))
+    assert known.of((*long, -1)) is second
+    assert known.of(long) is not first
 
 
-def test_what_is_worked_out_while_a_key_changes_is_not_kept() -> None:
-    def work_out(keys: Any) -> str:
-        kept.forget()  # as another thread may at this moment
-        return "old"
+def test_what_is_worked_out_while_the_encoding_changes_is_not_kept() -> None:
+    known = table()
 
-    kept = ByKeys(work_out)
-    assert kept.of(("a",)) == "old"
-    assert kept.get(("a",)) is None
+    class Coding:
+        def concerns(self, keys: Any) -> bool:
+            known.begin_coding(None)  # as another thread may at this moment
+            return True
+
+    known.begin_coding(Coding())
+    old = known.of(("vector",))
+    assert old.is_coded
+    new = known.of(("vector",))
+    assert (new.is_coded, new.coding) == (False, None)
 
 
 @pytest.mark.parametrize("dtype", ["?", "u1", "f2", "f4", "g", "F", "q", "l", "bfloat16"])
@@ -187,12 +198,12 @@ def test_every_dtype_is_recognised_and_seen_as_bytes(dtype: str, shape: tuple[in
         pytest.importorskip("ml_dtypes")
     kind = dtypes.bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
     array = np.full(shape, 1).astype(kind)
-    assert KeyList(("w",), [KeySpec(shape, kind.newbyteorder("="))]).fit([array], are_written=True)
+    assert Bucket(("w",), [KeySpec(shape, kind.newbyteorder("="))]).fit([array], are_written=True)
     (flat,) = flat_bytes_of([array])
     assert flat.tolist() == flat_bytes(array).tolist()
     array.setflags(write=False)
     assert flat_bytes_of([array])[0].tolist() == flat.tolist()
-    keys = KeyList(("w",), [KeySpec(shape, kind)])
+    keys = Bucket(("w",), [KeySpec(shape, kind)])
     assert keys.fit([array], are_written=False)
     assert not keys.fit([array], are_written=True)
 
@@ -258,7 +269,7 @@ def arguments(draw: st.DrawFn) -> Arguments:
     return make
 
 
-def the_long_way(check: Callable[[Any, Any], Any], known: KeyTable) -> Any:
+def the_long_way(check: Callable[[Any, Any], Any], known: Buckets) -> Any:
     return lambda key, value: calls._grouped(known, check(key, value))
 
 
@@ -278,7 +289,7 @@ def test_what_is_sent_is_the_same_both_ways(make: Arguments) -> None:
         return values.keys.keys, [bytes(flat) for flat in memory], values.lazy is not None
 
     found = outcome(lambda key, value: values_to_push(known, key, value), sent, *make())
-    assert found == outcome(the_long_way(known.check_push, known), sent, *make())
+    assert found == outcome(the_long_way(known.table.check_push, known), sent, *make())
 
 
 @given(arguments())
@@ -294,5 +305,5 @@ def test_what_is_filled_is_the_same_both_ways(make: Arguments) -> None:
 
     (key, outs), (_, others) = make(), make()
     found = outcome(lambda key, value: values_to_fill(known, key, value), filled, key, outs)
-    assert found == outcome(the_long_way(known.check_out, known), filled, key, others)
+    assert found == outcome(the_long_way(known.table.check_out, known), filled, key, others)
     assert repr(outs) == repr(others)

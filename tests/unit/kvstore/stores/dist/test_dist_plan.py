@@ -19,7 +19,7 @@ from kvstore.stores.dist.plan import (
     group_bytes,
     part_entries,
     plan,
-    scatter_into,
+    scatter,
     views,
 )
 from pslite import Config
@@ -56,8 +56,8 @@ def tables(draw: st.DrawFn) -> list[KeyEntry]:
 def test_small_keys_of_one_server_travel_together() -> None:
     table = [entry("a", 2, 1, 0), entry("b", 1, 2, 1), entry("c", 1, 3, 0)]
     assert plan(table, group_bytes=16) == [
-        Group(8, (1, 3), (8, 4), (Slice(0, 0, 8), Slice(2, 0, 4)), 12),
-        Group(10, (2,), (4,), (Slice(1, 0, 4),), 4),
+        Group.of(8, (1, 3), (8, 4), (Slice(0, 0, 8), Slice(2, 0, 4))),
+        Group.of(10, (2,), (4,), (Slice(1, 0, 4),)),
     ]
 
 
@@ -93,7 +93,7 @@ def test_later_parts_of_a_large_key_travel_together_too() -> None:
 
 def test_an_empty_key_has_a_part_too() -> None:
     groups = plan([entry("a", 0, 1, 0)], group_bytes=16)
-    assert groups == [Group(8, (1,), (0,), (Slice(0, 0, 0),), 0)]
+    assert groups == [Group.of(8, (1,), (0,), (Slice(0, 0, 0),))]
 
 
 @given(tables(), st.integers(1, 100))
@@ -132,10 +132,9 @@ def test_what_is_gathered_and_scattered_is_the_same(
     for group in plan(table, group_bytes):
         staging = np.empty(group.nbytes, np.uint8)
         gather(group, sources, staging)
-        sink = scatter_into(group, targets)
         start = 0
         for index, size in enumerate(group.sizes):
-            sink([index], [Piece(staging.data, start, start + size)], [1])
+            scatter(group, targets, [index], [Piece(staging.data, start, start + size)], [1])
             start += size
     assert [target.tolist() for target in targets] == [source.tolist() for source in sources]
 
@@ -165,16 +164,16 @@ def test_flat_bytes_are_the_arrays_own_memory(shape: tuple[int, ...]) -> None:
 
 def test_views_share_the_memory_of_the_call() -> None:
     array = np.arange(8, dtype=np.uint8)
-    group = Group(8, (1, 2), (2, 3), (Slice(0, 1, 3), Slice(0, 4, 7)), 5)
+    group = Group.of(8, (1, 2), (2, 3), (Slice(0, 1, 3), Slice(0, 4, 7)))
     assert [view.tolist() for view in views(group, [array])] == [[1, 2], [4, 5, 6]]
     assert all(np.shares_memory(view, array) for view in views(group, [array]))
 
 
 def test_values_of_several_frames_land_each_in_its_place() -> None:
-    group = Group(8, (1, 2, 3), (2, 2, 2), (Slice(0, 0, 2), Slice(1, 0, 2), Slice(0, 2, 4)), 6)
+    group = Group.of(8, (1, 2, 3), (2, 2, 2), (Slice(0, 0, 2), Slice(1, 0, 2), Slice(0, 2, 4)))
     targets = [np.zeros(4, np.uint8), np.zeros(2, np.uint8)]
-    scatter_into(group, targets)([2, 0, 1], [Piece(b"xxAB", 2, 4), Piece(b"CDEF", 0, 2),
-                                            Piece(b"CDEF", 2, 4)], [1, 1, 1])  # fmt: skip
+    pieces = [Piece(b"xxAB", 2, 4), Piece(b"CDEF", 0, 2), Piece(b"CDEF", 2, 4)]
+    scatter(group, targets, [2, 0, 1], pieces, [1, 1, 1])
     assert [bytes(target) for target in targets] == [b"CDAB", b"EF"]
 
 

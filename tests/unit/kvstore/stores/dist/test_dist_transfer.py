@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 
 from kvstore.arrays.keys import KeySpec
+from kvstore.errors import UnknownKeyError
 from kvstore.protocol.requests import KeyEntry
-from kvstore.stores.arguments import KeyList
-from kvstore.stores.dist.transfer import DenseExchange
+from kvstore.stores.arguments import KeyTable
+from kvstore.stores.dist.plan import Bucket
+from kvstore.stores.dist.transfer import DenseExchange, noting_versions
 from pslite import Config
+from pslite.errors import UsageError
 from pslite.memory.heap import Heap
 from pslite.plane import Piece, Transfer
 
@@ -71,7 +75,9 @@ class Node:
 
 
 def exchange_on(node: Node) -> DenseExchange:
-    made = DenseExchange(node)  # type: ignore[arg-type]
+    table = KeyTable()
+    table.add({key: KeySpec((count,), FLOAT) for key, count in ELEMENTS.items()})
+    made = DenseExchange(node, table)  # type: ignore[arg-type]
     part = 1
     for key, count in ELEMENTS.items():
         servers = (0,) * -(-count * 4 // CHUNK_BYTES)
@@ -80,8 +86,8 @@ def exchange_on(node: Node) -> DenseExchange:
     return made
 
 
-def keys(*names: str) -> KeyList:
-    return KeyList(names, [KeySpec((ELEMENTS[name],), FLOAT) for name in names])
+def keys(*names: str) -> Bucket:
+    return Bucket(names, [KeySpec((ELEMENTS[name],), FLOAT) for name in names])
 
 
 def memory(*names: str) -> list[np.ndarray[Any, Any]]:
@@ -325,11 +331,86 @@ def test_what_a_call_moves_is_counted() -> None:
 def test_a_key_that_is_gone_is_an_error_of_its_calls_alone() -> None:
     node = Node()
     made = exchange_on(node)
-    gone = made.join(keys("a", "b"), memory("a", "b"), None, 0)
-    stays = made.join(keys("c"), memory("c"), None, 0)
+    both, other = made.buckets.of(("a", "b")), made.buckets.of(("c",))
+    gone = made.join(both, memory("a", "b"), None, 0)
+    stays = made.join(other, memory("c"), None, 0)
     made.remove(["a"])
     for command in node.io_queue.commands:
         command()
     assert "'a'" in str(gone.error())
     assert [transfer.parts for transfer in node.sent] == [(5,)]
     assert not stays.done()
+    with pytest.raises(UnknownKeyError, match="'a' was deleted"):
+        made.begin(both, None, memory("a", "b"), 0)
+
+
+def test_calls_from_before_a_change_of_the_encoding_are_sent_and_later_ones_are_refused() -> None:
+    node = Node()
+    made = exchange_on(node)
+    bucket = made.buckets.of(("a",))
+    push = made.join(bucket, memory("a"), None, 0)
+    with made.changing_coding():
+        with pytest.raises(UsageError, match="set_gradient_compression"):
+            made.join(bucket, memory("a"), None, 0)
+        made.send_joined()
+        run(node)
+        (transfer,) = node.sent
+        transfer.done(None)
+        assert push.result(0) is None
+        made.set_coding(None)
+    assert made.buckets.of(("a",)) is not bucket
+    made.begin(made.buckets.of(("a",)), None, memory("a"), 0)
+
+
+def test_a_call_with_no_keys_is_over_at_once() -> None:
+    made = exchange_on(Node())
+    for call in (made.join(keys(), [], None, 0), made.begin(keys(), None, [], 0)):
+        assert call.result(0) is None
+
+
+def test_a_key_that_was_deleted_and_made_again_is_sent_to_its_new_parts() -> None:
+    node = Node()
+    made = exchange_on(node)
+    stays = made.buckets.of(("c",))  # as a thread has it that was about to push
+    for first_part in (3, 30):
+        made.join(stays, memory("c"), None, 0)
+        made.join(made.buckets.of(("a",)), memory("a"), None, 0)
+        made.send_joined()
+        run(node)
+        assert [transfer.parts for transfer in node.sent] == [(5, first_part)]
+        node.sent.clear()
+        made.remove(["a"])
+        made.add([KeyEntry("a", KeySpec((8,), FLOAT), 30, CHUNK_BYTES, (0,))])
+
+
+def test_a_pull_that_a_thread_waits_for_joins_the_push_of_its_key_if_that_is_alone() -> None:
+    node = Node()
+    made = exchange_on(node)
+    target = memory("a")
+    push = made.join(keys("a"), memory("a"), None, 0)
+    assert made.begin(keys("a"), None, target, 0) is push
+    run(node)
+    (transfer,) = node.sent
+    assert (transfer.push, transfer.pull) == (True, True)
+    assert (made.counters["pushes"], made.counters["pulls"]) == (1, 1)
+    push.abandon()  # the waiting thread was interrupted
+    before = bytes(target[0])
+    transfer.deliver([0], [Piece(bytes(32), 0, 32)], [1])
+    assert (push.done(), bytes(target[0])) == (True, before)
+
+
+@pytest.mark.parametrize("case", ["another key", "another priority", "others wait", "versions"])
+def test_other_pulls_that_a_thread_waits_for_are_sent_after_the_push(case: str) -> None:
+    node = Node()
+    made = exchange_on(node)
+    push = made.join(keys("a"), memory("a"), None, 0)
+    if case == "others wait":
+        made.join(keys("c"), memory("c"), None, 0)
+        push = made.join(keys("a"), memory("a"), None, 0)
+    name = "b" if case == "another key" else "a"
+    wrap = partial(noting_versions, {}) if case == "versions" else None
+    priority = int(case == "another priority")
+    pull = made.begin(keys(name), None, memory(name), priority, wrap=wrap)
+    assert pull is not push
+    run(node)
+    assert [each.push for each in node.sent if each.pull] == [False]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.stores.dist.in_flight import InFlight, Operation
+from kvstore.stores.dist.plan import Bucket
 from pslite import Future
 
 
@@ -145,25 +146,34 @@ def test_it_knows_what_a_list_of_all_calls_knows(events: list[Any]) -> None:
 # -- the future of one call ----------------------------------------------------------------
 
 
+def operation(num_messages: int) -> Operation:
+    made = Operation(Bucket(("a",)))
+    made.left = num_messages
+    return made
+
+
 def test_a_call_is_over_when_all_its_messages_are() -> None:
-    operation = Operation(2, lambda: "a push")
-    operation.part_done(None)
-    assert not operation.future.done()
-    operation.part_done(None)
-    assert operation.future.result(0) is None
-    assert Operation(0, lambda: "a push").future.done()
+    call = operation(2)
+    call.part_done(None)
+    assert not call.done()
+    call.part_done(None)
+    assert call.result(0) is None
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_call_of_which_one_message_failed_has_its_error(is_first: bool) -> None:
-    operation, error = Operation(2, lambda: "a push"), ValueError("refused")
+    call, error = operation(2), ValueError("refused")
     for each in (error, None) if is_first else (None, error):
-        operation.part_done(each)
-    assert operation.future.error() is error
+        call.part_done(each)
+    assert call.error() is error
 
 
 def test_of_several_errors_a_call_has_the_first() -> None:
-    operation, error = Operation(2, lambda: "a push"), ValueError("refused")
-    operation.part_done(error)
-    operation.part_done(ValueError("a consequence"))
-    assert operation.future.error() is error
+    call, error = operation(2), ValueError("refused")
+    call.part_done(error)
+    call.part_done(ValueError("a consequence"))
+    assert call.error() is error
+
+
+def test_a_call_says_what_it_waits_for() -> None:
+    assert repr(operation(1)) == "<Future of the servers' answer for 'a': pending>"
