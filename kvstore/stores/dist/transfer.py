@@ -281,23 +281,34 @@ class DenseExchange:
         if self._batch is None:
             return
         with self._lock:
-            batch, self._batch = self._batch, None
+            batch = self._batch
             if batch is not None:
                 self._node.io_queue.call(partial(self._take, batch))
+                # Last: an interrupt must not leave calls that are never sent. If the node has
+                # ended, the batch is taken by now, and a callback may have begun another.
+                if self._batch is batch:
+                    self._batch = None
 
     def _open(self, batch: CallBatch) -> None:
         """Let other calls join a batch, which is sent soon even if no thread waits for it."""
         self._batch = batch
         try:
-            self._node.io_queue.call_later(_JOIN_S, partial(self._look_at, batch, 0, 1))
+            self._node.io_queue.call(partial(self._watch, batch))
         except BaseException:
             self._batch = None  # the I/O thread may not know it
             raise
 
+    def _watch(self, batch: CallBatch) -> None:
+        """Look at a batch later, unless a thread waits for it already (I/O thread)."""
+        if batch is self._batch:
+            self._node.io_queue.call_later(_JOIN_S, partial(self._look_at, batch, 0, 1))
+
     def _look_at(self, batch: CallBatch, count: int, look: int) -> None:
         """Send a batch that still has ``count`` calls, else look again (I/O thread)."""
         now = len(batch.calls)
-        if batch is not self._batch or now == count or look == _MAX_LOOKS:
+        if batch is not self._batch:
+            return  # it was sent
+        if now == count or look == _MAX_LOOKS:
             self._take(batch)
         else:
             self._node.io_queue.call_later(_JOIN_S, partial(self._look_at, batch, now, look + 1))

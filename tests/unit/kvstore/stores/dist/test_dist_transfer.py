@@ -283,6 +283,41 @@ def test_calls_wait_for_each_other_until_somebody_waits_for_one_of_them() -> Non
     assert keys_sent(node) == [2]
 
 
+def test_a_batch_that_is_sent_before_the_io_thread_sees_it_needs_no_timer() -> None:
+    node = Node()
+    made = exchange_on(node)
+    made.join(keys("a"), memory("a"), None, 0)
+    made.send_joined()
+    watch, take = node.io_queue.commands
+    watch()
+    assert node.io_queue.commands == [watch, take]
+    take()
+    assert keys_sent(node) == [1]
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_an_interrupt_while_a_batch_is_sent_loses_and_doubles_no_call(
+    is_queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node()
+    made = exchange_on(node)
+    made.join(keys("a"), memory("a"), None, 0)
+
+    def interrupted(command: Callable[[], None]) -> None:
+        if is_queued:
+            node.io_queue.commands.append(command)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(node.io_queue, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.send_joined()
+    made.join(keys("b"), memory("b"), None, 0)
+    made.send_joined()
+    run(node)
+    assert keys_sent(node) == [2]
+
+
 def test_a_loop_that_is_run_again_sends_the_same_messages() -> None:
     node = Node()
     made = exchange_on(node)
