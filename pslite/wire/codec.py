@@ -12,12 +12,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-import sys
 import typing
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import msgpack
@@ -38,7 +35,9 @@ MAX_NAME_BYTES = 512
 """The most characters of each text in a node's entry."""
 MAX_JOB_BYTES = 4096
 _MAX_NUMBER = (1 << 63) - 1
-_ENVELOPE_FIELDS = 10
+_ENVELOPE_TYPES = (int, int, str, int, int, int, int, int, bytes, bytes)
+_ENVELOPE_FIELDS = len(_ENVELOPE_TYPES)
+_ALSO, _SHARED = 8, 9
 
 Buffer = bytes | bytearray | memoryview
 
@@ -64,26 +63,8 @@ class Envelope:
     message: Message
 
 
-def _pack_ints(values: Sequence[int]) -> bytes:
-    words = array("q", values)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
-
-
-def _unpack_ints(field: Any, *, is_natural: bool = False) -> Ints:
-    if type(field) is not bytes or len(field) % 8:
-        raise ProtocolError(f"expected packed 64-bit integers, got {field!r:.60}")
-    if len(field) > 8 * MAX_INTEGERS:
-        raise ProtocolError(f"expected at most {MAX_INTEGERS} integers, got {len(field) // 8}")
-    values: Ints = struct.unpack(f"<{len(field) // 8}q", field)
-    if is_natural and values and min(values) < 0:
-        raise ProtocolError(f"expected numbers of at least 0, got {values!r:.60}")
-    return values
-
-
-def _unpack_texts(field: Any) -> Texts:
-    if type(field) is not list or not all(type(text) is str for text in field):
+def _unpack_texts(field: list[Any]) -> Texts:
+    if not all(type(text) is str for text in field):
         raise ProtocolError(f"expected a list of texts, got {field!r:.60}")
     if len(field) > MAX_LISTED:
         raise ProtocolError(f"expected at most {MAX_LISTED} texts, got {len(field)}")
@@ -93,8 +74,8 @@ def _unpack_texts(field: Any) -> Texts:
 _NODE_TYPES = tuple(typing.get_type_hints(NodeInfo)[name] for name in NodeInfo._fields)
 
 
-def _unpack_nodes(field: Any) -> Nodes:
-    if type(field) is not list or len(field) > MAX_LISTED:
+def _unpack_nodes(field: list[Any]) -> Nodes:
+    if len(field) > MAX_LISTED:
         raise ProtocolError(f"expected a list of at most {MAX_LISTED} nodes, got {field!r:.60}")
     return tuple(_unpack_node(entry) for entry in field)
 
@@ -119,88 +100,52 @@ def _unpack_node(entry: Any) -> NodeInfo:
     return node
 
 
-def _exactly(wanted: type, field: Any) -> Any:
-    if type(field) is not wanted:
-        raise ProtocolError(f"expected {wanted.__name__}, got {type(field).__name__}")
-    return field
-
-
-def _unpack_natural(field: Any) -> int:
-    if type(field) is not int or field < 0:
-        raise ProtocolError(f"expected an int of at least 0, got {field!r:.60}")
-    return field
-
-
-def _unpack_time(field: Any) -> float:
-    if type(field) is not float or not 0.0 <= field < math.inf:
-        raise ProtocolError(f"expected a time in seconds, got {field!r:.60}")
-    return field
-
-
-#: Annotation of a field, as ``messages.py`` has it -> the function that unpacks it.
-_UNPACKERS: dict[str, Callable[[Any], Any]] = {
-    "Ints": _unpack_ints,
-    "Naturals": partial(_unpack_ints, is_natural=True),
-    "Natural": _unpack_natural,
-    "Texts": _unpack_texts,
-    "Nodes": _unpack_nodes,
-    "float": _unpack_time,
-    **{kind.__name__: partial(_exactly, kind) for kind in (bool, int, str, bytes)},
-}
-#: Annotation of a field -> the function that packs it, if msgpack cannot.
-_PACKERS: dict[str, Callable[[Any], Any]] = {
-    "Ints": _pack_ints,
-    "Naturals": _pack_ints,
+#: Annotation of a field, as the dataclasses have it -> its type in msgpack.
+_TYPES: dict[str, type] = {
+    **{kind.__name__: kind for kind in (bool, int, float, str, bytes)},
+    "Natural": int,
+    "Naturals": bytes,
     "Texts": list,
     "Nodes": list,
 }
+_UNPACKERS: dict[str, Callable[[list[Any]], Any]] = {"Texts": _unpack_texts, "Nodes": _unpack_nodes}
 
 
-class _MessageLayout:
-    """How one message type is packed; built once from its annotations."""
+class _Layout:
+    """How the header of one message type is packed; built once from its annotations.
+
+    Its indices count all fields of the header, those of the envelope too.
+    """
 
     def __init__(self, number: int, kind: type[Message]) -> None:
-        fields = dataclasses.fields(kind)
-        self._names = [field.name for field in fields]
-        # Texts, since the module imports ``annotations`` from ``__future__``.
-        kinds = [cast("str", field.type) for field in fields]
         self.number = number
         self.kind = kind
-        self._unpackers = [_UNPACKERS[each] for each in kinds]
-        self._packers = [(at, _PACKERS[each]) for at, each in enumerate(kinds) if each in _PACKERS]
-        #: Numbers and times that are also checked before sending: otherwise a message that
-        #: receivers reject would be resent for ever.
-        self._bounded = [at for at, each in enumerate(kinds) if each in ("float", "Natural")]
-        self._parallel = [self._names.index(name) for name in kind.PARALLEL]
-
-    def fields(self, message: Message) -> list[Any]:
-        values = [getattr(message, name) for name in self._names]
-        for index in self._bounded:
-            if not 0 <= values[index] < math.inf:
-                name = f"{self.kind.__name__}.{self._names[index]}"
-                raise UsageError(f"{name} must be a finite number from 0, got {values[index]}")
-        for index, pack in self._packers:
-            values[index] = pack(values[index])
-        return values
-
-    def build(self, fields: Sequence[Any]) -> Message:
-        count = len(self._names)
-        if len(fields) != count:
-            raise ProtocolError(f"{self.kind.__name__} needs {count} fields, got {len(fields)}")
-        values = [unpack(field) for unpack, field in zip(self._unpackers, fields, strict=True)]
-        if self._parallel and len({len(values[index]) for index in self._parallel}) > 1:
-            raise ProtocolError(f"the lists of {self.kind.__name__} have different lengths")
-        return self.kind(*values)
+        fields = dataclasses.fields(kind)
+        #: The names of the message's fields.
+        self.names = [field.name for field in fields]
+        # Texts, since the module imports ``annotations`` from ``__future__``.
+        kinds = dict(enumerate((cast("str", each.type) for each in fields), _ENVELOPE_FIELDS))
+        self.types = [*_ENVELOPE_TYPES, *(_TYPES[each] for each in kinds.values())]
+        #: Numbers and times that must be finite and not negative. This is also checked before
+        #: sending: otherwise a message that receivers reject would be resent for ever.
+        self.bounded = [at for at, each in kinds.items() if each in ("float", "Natural")]
+        #: Lists of integers, and whether they must not be negative.
+        self.integers = [(_ALSO, False), (_SHARED, False)]
+        self.integers += [(at, True) for at, each in kinds.items() if each == "Naturals"]
+        self.unpackers = [
+            (at, _UNPACKERS[each]) for at, each in kinds.items() if _TYPES[each] is list
+        ]
+        self.parallel = [self.names.index(name) + _ENVELOPE_FIELDS for name in kind.PARALLEL]
 
 
-_BY_NUMBER = {number: _MessageLayout(number, kind) for number, kind in ALL_MESSAGES.items()}
+_BY_NUMBER = {number: _Layout(number, kind) for number, kind in ALL_MESSAGES.items()}
 _BY_KIND = {layout.kind: layout for layout in _BY_NUMBER.values()}
 
 
 def encode(envelope: Envelope) -> bytes:
     """Return the header frame of an envelope."""
-    layout = _BY_KIND[type(envelope.message)]
-    also = envelope.accepted_also
+    message = envelope.message
+    layout = _BY_KIND[type(message)]
     header: list[Any] = [
         VERSION,
         layout.number,
@@ -210,10 +155,17 @@ def encode(envelope: Envelope) -> bytes:
         envelope.receiver,
         envelope.sequence,
         envelope.accepted,
-        _pack_ints(also) if also else b"",
-        _pack_ints(envelope.shared) if envelope.shared else b"",
+        envelope.accepted_also,
+        envelope.shared,
+        *[getattr(message, name) for name in layout.names],
     ]
-    header.extend(layout.fields(envelope.message))
+    for at in layout.bounded:
+        if not 0 <= header[at] < math.inf:
+            name = f"{layout.kind.__name__}.{layout.names[at - _ENVELOPE_FIELDS]}"
+            raise UsageError(f"{name} must be a finite number from 0, got {header[at]}")
+    for at, _ in layout.integers:
+        values = header[at]
+        header[at] = struct.pack(f"<{len(values)}q", *values) if values else b""
     packed: bytes = msgpack.packb(header)
     if len(packed) > MAX_HEADER_BYTES:
         raise UsageError(
@@ -244,32 +196,47 @@ def decode(frames: Sequence[Buffer]) -> Envelope:
     layout = _BY_NUMBER.get(header[1]) if type(header[1]) is int else None
     if layout is None:
         raise ProtocolError(f"unknown message type {header[1]!r:.60}")
-    _, _, job, epoch, sender, receiver, sequence, accepted, also, shared = header[:_ENVELOPE_FIELDS]
-    if type(job) is not str:
-        raise ProtocolError(f"expected a job id, got {job!r:.60}")
-    if len(job) > MAX_JOB_BYTES:
+    if list(map(type, header)) != layout.types:
+        raise _misfit(header, layout)
+    if len(header[2]) > MAX_JOB_BYTES:
         raise ProtocolError(
-            f"expected a job id of at most {MAX_JOB_BYTES} characters, got {len(job)}"
+            f"expected a job id of at most {MAX_JOB_BYTES} characters, got {len(header[2])}"
         )
-    if type(also) is not bytes or type(shared) is not bytes:
-        found = f"{type(also).__name__} and {type(shared).__name__}"
-        raise ProtocolError(f"expected two packed lists in the envelope, got {found}")
-    for number in (epoch, sender, receiver, sequence, accepted):
-        if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
+    for number in header[3:_ALSO]:
+        if not 0 <= number <= _MAX_NUMBER:
             raise ProtocolError(
                 f"expected a number from 0 to {_MAX_NUMBER} in the envelope, got {number!r:.60}"
             )
-    message = layout.build(header[_ENVELOPE_FIELDS:])
-    return Envelope(
-        job,
-        epoch,
-        sender,
-        receiver,
-        sequence,
-        accepted,
-        _unpack_ints(also) if also else (),
-        _unpack_ints(shared) if shared else (),
-        message,
+    for at in layout.bounded:
+        if not 0 <= header[at] < math.inf:
+            what = "a time in seconds" if layout.types[at] is float else "an int of at least 0"
+            raise ProtocolError(f"expected {what}, got {header[at]!r:.60}")
+    for at, is_natural in layout.integers:
+        field = header[at]
+        if len(field) % 8:
+            raise ProtocolError(f"expected packed 64-bit integers, got {field!r:.60}")
+        if len(field) > 8 * MAX_INTEGERS:
+            raise ProtocolError(f"expected at most {MAX_INTEGERS} integers, got {len(field) // 8}")
+        values = header[at] = struct.unpack(f"<{len(field) // 8}q", field)
+        if is_natural and values and min(values) < 0:
+            raise ProtocolError(f"expected numbers of at least 0, got {values!r:.60}")
+    for at, unpack in layout.unpackers:
+        header[at] = unpack(header[at])
+    if layout.parallel and len({len(header[at]) for at in layout.parallel}) > 1:
+        raise ProtocolError(f"the lists of {layout.kind.__name__} have different lengths")
+    header[_ENVELOPE_FIELDS:] = [layout.kind(*header[_ENVELOPE_FIELDS:])]
+    return Envelope(*header[2:])
+
+
+def _misfit(header: list[Any], layout: _Layout) -> ProtocolError:
+    """Return the error for a header whose fields do not fit its message."""
+    kind, count = layout.kind.__name__, len(layout.types)
+    if len(header) != count:
+        return ProtocolError(f"a header with {kind} needs {count} fields, got {len(header)}")
+    at = next(at for at, wanted in enumerate(layout.types) if type(header[at]) is not wanted)
+    return ProtocolError(
+        f"expected {layout.types[at].__name__} as field {at} of a header with {kind}, got "
+        f"{header[at]!r:.60}"
     )
 
 
