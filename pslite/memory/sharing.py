@@ -79,7 +79,8 @@ class Sharing:
         try:
             ticket = Ticket(offer.fd, offer.nbytes, offer.nonce)
             memory = map_segment(pid, ticket)
-            windows[offer.segment] = _Window(memory, _address(memory), pid, ticket)
+            address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+            windows[offer.segment] = _Window(memory, address, pid, ticket)
         except (OSError, ValueError) as error:
             return SegmentTaken(offer.segment, False, f"{type(error).__name__}: {error}")
         return SegmentTaken(offer.segment, True, "")
@@ -125,7 +126,7 @@ class Sharing:
         A descriptor is four numbers: index of the frame in the message, segment, offset, bytes.
         """
         taken = self._taken.get(peer)
-        if taken is None or not frames:
+        if taken is None:
             return frames, ()
         rest: list[Any] = []
         shared: list[int] = []
@@ -144,7 +145,8 @@ class Sharing:
             return None
         if not frame.c_contiguous:
             return None  # the van rejects it with an error
-        return self._heap.find(_address(frame), frame.nbytes)
+        address = np.frombuffer(frame, np.uint8).__array_interface__["data"][0]
+        return self._heap.find(address, frame.nbytes)
 
     def copy_on_write(self, peer: str, address: int, nbytes: int) -> Bytes | None:
         """Map memory of ``peer`` once more; see ``segment.py``.
@@ -167,8 +169,6 @@ class Sharing:
         Raises:
             ProtocolError: the descriptors do not fit the frames or the mapped memory.
         """
-        if not shared:
-            return frames
         windows = self._windows.get(peer, {})
         if len(shared) % _FIELDS:
             raise ProtocolError(
@@ -192,8 +192,3 @@ class Sharing:
             last = index
         self.shared_bytes += sum(shared[3::_FIELDS])
         return resolved
-
-
-def _address(memory: memoryview) -> int:
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return address

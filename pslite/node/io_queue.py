@@ -38,8 +38,7 @@ class Timer:
     def set(self, due: float) -> None:
         """Schedule the command for ``due`` instead of its earlier time; inf: never."""
         self.due = due
-        if due < math.inf:
-            self._timers.push(self)
+        self._timers.moved(self)
 
 
 class Timers:
@@ -47,8 +46,11 @@ class Timers:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        #: After a timer is set again, its older entries stay here with their old times.
+        #: After a timer is set again, its older entries stay here with their old times, but never
+        #: in front.
         self._waiting: list[tuple[float, int, Timer]] = []
+        #: When the next command is due.
+        self.due = math.inf
 
     def new(self, command: Callable[[float], None]) -> Timer:
         """Make a timer that is not set yet; ``command`` is called with the time."""
@@ -71,24 +73,21 @@ class Timers:
         timer = self.new(again)
         timer.set(-math.inf)
 
-    def push(self, timer: Timer) -> None:
-        """Add an entry for a timer. For ``Timer.set``."""
-        heapq.heappush(self._waiting, (timer.due, next(self._numbers), timer))
-
-    def next_due(self) -> float:
-        """Return when the next command is due."""
+    def moved(self, timer: Timer) -> None:
+        """Note when a timer is due now. For ``Timer.set``."""
         waiting = self._waiting
+        if timer.due < math.inf:
+            heapq.heappush(waiting, (timer.due, next(self._numbers), timer))
         while waiting and waiting[0][0] != waiting[0][2].due:
             heapq.heappop(waiting)
-        return waiting[0][0] if waiting else math.inf
+        self.due = waiting[0][0] if waiting else math.inf
 
     def run(self, now: float) -> None:
         """Call the commands that are due."""
-        while self._waiting and self._waiting[0][0] <= now:
-            due, _, timer = heapq.heappop(self._waiting)
-            if due == timer.due:
-                timer.due = math.inf
-                timer.command(now)
+        while self.due <= now:
+            timer = self._waiting[0][2]
+            timer.set(math.inf)
+            timer.command(now)
 
     def one_time(self) -> list[Timer]:
         """Return the waiting timers that ``add`` made, ordered by their times."""
@@ -98,6 +97,7 @@ class Timers:
         """Call each waiting command of ``add`` now, and drop all other timers."""
         waiting = self.one_time()
         self._waiting.clear()
+        self.due = math.inf
         for timer in waiting:
             timer.command(math.inf)
 

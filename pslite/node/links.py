@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pslite.errors import ConfigError, ProtocolError, UsageError
 from pslite.memory.sharing import Sharing
 from pslite.protocol.channel import Channel, Outgoing
-from pslite.van.base import Received, Van, size_of
+from pslite.van.base import Received, Van
 from pslite.wire.base import Message
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
 from pslite.wire.messages import Accepted, Beat, Refused, Register, StatusQuestion
@@ -131,7 +131,7 @@ class Links:
                 raise UsageError(
                     f"a message must have fewer than {MAX_FRAMES} frames, got {len(frames)}"
                 )
-            nbytes = sum(map(size_of, frames))
+            nbytes = sum([memoryview(frame).nbytes for frame in frames])
             nbytes = nbytes if nbytes >= _SMALL_BYTES else 0
             outgoing = entry.channel.number(message, frames, nbytes, epoch, now)
             try:
@@ -152,7 +152,9 @@ class Links:
 
     def _transmit(self, peer: str, entry: _PeerTraffic, outgoing: Outgoing) -> None:
         low, also = entry.channel.acceptance()
-        frames, shared = self._sharing.describe(peer, outgoing.frames)
+        frames, shared = (
+            self._sharing.describe(peer, outgoing.frames) if outgoing.frames else ((), ())
+        )
         envelope = Envelope(
             self._job,
             outgoing.epoch,
@@ -164,9 +166,9 @@ class Links:
             shared,
             outgoing.message,
         )
-        transmission = [encode(envelope), *frames]
-        self._van.send(peer, transmission)
-        entry.sent_bytes += sum(map(size_of, transmission))
+        header = encode(envelope)
+        self._van.send(peer, [header, *frames])
+        entry.sent_bytes += len(header) + sum([memoryview(frame).nbytes for frame in frames])
         outgoing.position = entry.sent_bytes
         if self._tell_at.pop(peer, None) is not None:
             entry.untold_bytes = 0
@@ -271,12 +273,14 @@ class Links:
             if self.on_replaced is not None:
                 self.on_replaced(event.peer)
             return None
-        entry.received_bytes += sum(map(size_of, event.frames))
-        try:
-            frames = self._sharing.resolve(event.peer, envelope.shared, event.frames[1:])
-        except ProtocolError as error:
-            self._note_malformed(error)
-            return None
+        entry.received_bytes += sum(map(len, event.frames))
+        frames: Sequence[Any] = event.frames[1:]
+        if envelope.shared:
+            try:
+                frames = self._sharing.resolve(event.peer, envelope.shared, frames)
+            except ProtocolError as error:
+                self._note_malformed(error)
+                return None
         if self._trace is not None:
             self._trace("<=", event.peer, envelope.message, frames)
         channel = entry.channel
@@ -284,7 +288,7 @@ class Links:
         if envelope.sequence:
             fresh = channel.admit(envelope.sequence)
             self._tell_at.setdefault(event.peer, 0.0)
-            entry.untold_bytes += sum(map(size_of, frames))
+            entry.untold_bytes += sum(map(len, frames))
             if not fresh:
                 self.dropped[REPEATED] += 1
                 return None
@@ -354,18 +358,27 @@ class Links:
 
     # -- time --------------------------------------------------------------------------
 
-    def flush(self, epoch: int, now: float, *, at_once: bool = False) -> None:
+    def flush(self, epoch: int, now: float, *, at_once: bool = False) -> float:
         """Send the acceptances that are due in messages of their own.
+
+        Returns when to call this again, or ``resend``.
 
         Every message carries acceptances, and often an answer follows soon. So an acceptance waits
         for that answer, but only for a short time and a few bytes, because it frees the sender's
         credits.
         """
+        soonest = math.inf
         for peer, due_at in list(self._tell_at.items()):
             if at_once or now >= due_at > 0.0 or self._peers[peer].untold_bytes >= self._tell_bytes:
                 self.send(peer, Accepted(), (), epoch, now)
-            elif due_at == 0.0:
-                self._tell_at[peer] = now + TELL_AFTER_S
+                continue
+            if due_at == 0.0:
+                due_at = self._tell_at[peer] = now + TELL_AFTER_S
+            soonest = min(soonest, due_at)
+        for entry in self._peers.values():
+            if entry.channel.next_due < soonest:
+                soonest = entry.channel.next_due
+        return soonest
 
     def resend(self, now: float) -> None:
         """Send messages again that should have been accepted by now."""
@@ -383,14 +396,6 @@ class Links:
         passed = entry.sent_bytes - self._van.in_transit(peer)
         for outgoing in entry.channel.repeats(now, at_once=at_once, passed=passed):
             self._transmit(peer, entry, outgoing)
-
-    def next_due(self) -> float:
-        """Return when ``resend`` or ``flush`` is due."""
-        soonest = min(self._tell_at.values(), default=math.inf)
-        for entry in self._peers.values():
-            if entry.channel.next_due < soonest:
-                soonest = entry.channel.next_due
-        return soonest
 
     def release(self, peer: str) -> None:
         """Drop messages in flight to a peer that said goodbye; still receive from it."""

@@ -14,7 +14,6 @@ from typing import Any
 from pslite.node.data import MESSAGES as DATA_MESSAGES
 from pslite.node.links import Delivery
 from pslite.node.same_machine import MESSAGES as NEARBY_MESSAGES
-from pslite.van.base import size_of
 from pslite.wire.base import Message
 from pslite.wire.messages import (
     SENDERS,
@@ -52,23 +51,26 @@ class Admission:
 
     def objection(self, peer: str, message: Message, frames: Sequence[Any]) -> str | None:
         """Return why to drop a message of ``peer`` now; None to accept it."""
-        if self._listed is not None:
-            # The scheduler answers late registrations with a refusal, and answers observers.
-            is_answered = self._takes_registrations and type(message) in (Register, StatusQuestion)
-            if is_answered:
+        kind = type(message)
+        if self._listed is None:
+            if kind not in FROM_MEMBERS:
                 return None
-            return self._misplaced(peer, message)
-        if type(message) not in FROM_MEMBERS:
-            return None
-        nbytes = self._early_bytes + sum(map(size_of, frames))
-        has_room = len(self._early) < MAX_EARLY and nbytes <= MAX_EARLY_BYTES
-        return None if has_room else EARLY
+            nbytes = self._early_bytes + sum(map(len, frames))
+            has_room = len(self._early) < MAX_EARLY and nbytes <= MAX_EARLY_BYTES
+            return None if has_room else EARLY
+        if self._takes_registrations and kind in (Register, StatusQuestion):
+            return None  # the scheduler refuses late registrations, and answers observers
+        role = self._listed.get(peer)
+        if role is None:
+            return UNLISTED
+        senders = SENDERS.get(kind)
+        return None if senders is None or role in senders else OUT_OF_ROLE
 
     def keep(self, delivery: Delivery) -> None:
         """Keep a message whose sender has received the roster before this node."""
         if self._listed is None:
             self._early.append(delivery)
-            self._early_bytes += sum(map(size_of, delivery.frames))
+            self._early_bytes += sum(map(len, delivery.frames))
 
     def replace(self, peer: str, other: str, role: str) -> None:
         """List another process in place of a lost one."""
@@ -85,14 +87,7 @@ class Admission:
         """Set the roster (peer -> role); return the kept messages of its nodes."""
         early, self._early, self._early_bytes = self._early, [], 0
         self._listed = dict(listed)
-        return [each for each in early if self._misplaced(each.peer, each.message) is None]
-
-    def _misplaced(self, peer: str, message: Message) -> str | None:
-        role = None if self._listed is None else self._listed.get(peer)
-        if role is None:
-            return UNLISTED
-        senders = SENDERS.get(type(message))
-        return None if senders is None or role in senders else OUT_OF_ROLE
+        return [each for each in early if self.objection(each.peer, each.message, ()) is None]
 
 
 def needs_roster(message: Message) -> bool:

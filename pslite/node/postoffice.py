@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pslite.config import Config
@@ -91,7 +92,9 @@ class Postoffice:
             trace=log.trace if config.verbose >= 2 else None,
             objection=self.admission.objection,
         )
-        self.membership = Membership(Role(config.role))
+        #: The role of this node in the cluster.
+        self.role = Role(config.role)
+        self.membership = Membership(self.role)
         self.customers = Customers(self._send_to_app, self.io_queue.call, self._hand_over)
         self.traffic = Traffic(self)
         self.nearby: LocalPeers = LocalPeers(self)
@@ -108,14 +111,11 @@ class Postoffice:
         self.unheard = Unheard()
         self.shutdown: Shutdown | None = None
         self.info: NodeInfo | None = None
+        #: When ``step`` must run even if no event arrives.
+        self.due = 0.0
         self._closing = False
 
     # -- who is who --------------------------------------------------------------------
-
-    @property
-    def role(self) -> Role:
-        """The role of this node in the cluster."""
-        return self.membership.role
 
     @property
     def rank(self) -> int:
@@ -233,7 +233,7 @@ class Postoffice:
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Start pushes, pulls or both. From any thread of a worker."""
-        self.io_queue.call(lambda: self.traffic.submit(transfers))
+        self.io_queue.call(partial(self.traffic.submit, transfers))
 
     def request(
         self,
@@ -338,8 +338,8 @@ class Postoffice:
 
     def step(self, timeout_s: float | None) -> bool:
         """Wait for work, at most ``timeout_s``, and do it; return whether there was any."""
-        due = self.next_due()
-        wait_s = 0.0 if self.io_queue.commands else max(0.0, due - self.clock())
+        queue, due = self.io_queue, self.due
+        wait_s = 0.0 if queue.commands else max(0.0, due - self.clock())
         events = self.van.poll(wait_s if timeout_s is None else min(timeout_s, wait_s))
         now = self.clock()
         worked = bool(events)
@@ -351,22 +351,17 @@ class Postoffice:
                     self._dispatch(delivery, now)
             else:
                 self.watch.told(event, now)
-        worked |= self.io_queue.run()
-        if now >= due:  # timers that became due after ``due`` was read run in the next step
+        worked |= bool(queue.commands) and queue.run()
+        if now >= due:  # a timer that this step sets to ``now`` runs in the next one
             self.links.resend(now)
-            self.io_queue.timers.run(now)
-            self.io_queue.run()
+            queue.timers.run(now)
+            queue.run()
         if self.traffic.has_unsent:
             self.traffic.send_queued(now)
-        self.links.flush(self.membership.epoch, now)
-        if self.io_queue.looks:
-            self.io_queue.look()
+        if queue.looks:
+            queue.look()
+        self.due = min(queue.timers.due, self.links.flush(self.membership.epoch, now))
         return worked
-
-    def next_due(self) -> float:
-        """Return when ``step`` must run even if no event arrives."""
-        timers = self.io_queue.timers
-        return min(timers.next_due(), self.links.next_due(), self.van.next_due())
 
     # -- messages ----------------------------------------------------------------------
 

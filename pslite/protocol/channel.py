@@ -78,9 +78,7 @@ class Channel:
         self.unaccepted_bytes += nbytes
         if nbytes:
             outgoing.departure = self._window.sent(nbytes, self.unaccepted_bytes, now)
-        due_at = outgoing.due_at(self._timeout_s)
-        if due_at < self.next_due:
-            self.next_due = due_at
+        self.next_due = min(self.next_due, now + self._timeout_s)
         return outgoing
 
     def accepted(self, low: int, also: Iterable[int], now: float) -> bool:

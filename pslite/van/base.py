@@ -43,7 +43,6 @@ What every van promises
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -174,13 +173,6 @@ class Van(abc.ABC):
         0 never waits and ``None`` waits for ever. The list may be empty. If many messages have
         arrived, it holds a limited number of them.
         """
-
-    def next_due(self) -> float:
-        """Return when to call ``poll`` even if no event arrives.
-
-        Only vans that hold messages back by their caller's clock have such a time.
-        """
-        return math.inf
 
     def trouble(self, peer: str) -> str:
         """Return the local problem that prevents a connection to ``peer``, if any."""

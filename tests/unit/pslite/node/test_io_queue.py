@@ -13,10 +13,10 @@ from pslite.node.io_queue import IOQueue, Timers
 
 def test_what_is_due_runs_once_in_the_order_of_time_and_of_asking() -> None:
     timers, ran = Timers(), list[str]()
-    assert timers.next_due() == math.inf
+    assert timers.due == math.inf
     for due, name in [(2.0, "late"), (1.0, "first"), (1.0, "second")]:
         timers.add(due, lambda name=name: ran.append(name))  # type: ignore[misc]
-    assert timers.next_due() == 1.0
+    assert timers.due == 1.0
     timers.run(0.5)
     assert ran == []
     timers.run(1.0)
@@ -24,14 +24,14 @@ def test_what_is_due_runs_once_in_the_order_of_time_and_of_asking() -> None:
     timers.every(1.0, lambda now: ran.append("over"))
     timers.end()
     assert ran == ["first", "second", "late"]
-    assert timers.next_due() == math.inf
+    assert timers.due == math.inf
 
 
 def test_a_command_may_ask_for_another_one() -> None:
     timers, ran = Timers(), list[str]()
     timers.add(1.0, lambda: timers.add(3.0, lambda: ran.append("later")))
     timers.run(2.0)
-    assert (ran, timers.next_due()) == ([], 3.0)
+    assert (ran, timers.due) == ([], 3.0)
 
 
 def test_a_timer_that_is_set_anew_is_due_at_the_last_time_only() -> None:
@@ -40,9 +40,9 @@ def test_a_timer_that_is_set_anew_is_due_at_the_last_time_only() -> None:
     for due in (5.0, 1.0, 3.0):
         timer.set(due)
     timers.run(2.0)
-    assert (ran, timers.next_due()) == ([], 3.0)
+    assert (ran, timers.due) == ([], 3.0)
     timers.run(6.0)
-    assert (ran, timer.due, timers.next_due()) == ([6.0], math.inf, math.inf)
+    assert (ran, timer.due, timers.due) == ([6.0], math.inf, math.inf)
     timer.set(8.0)
     timer.set(math.inf)
     timers.run(9.0)
@@ -54,7 +54,7 @@ def test_what_is_due_every_so_often_is_due_at_once_and_then_after_each_interval(
     timers.every(2.0, ran.append)
     for now in (10.0, 11.9, 13.0, 14.9, 15.0):
         timers.run(now)
-    assert (ran, timers.next_due()) == ([10.0, 13.0, 15.0], 17.0)
+    assert (ran, timers.due) == ([10.0, 13.0, 15.0], 17.0)
 
 
 class Node:
@@ -94,9 +94,9 @@ def test_the_io_thread_need_not_be_woken() -> None:
 def test_what_is_for_later_waits_for_its_time() -> None:
     node = Node()
     node.io_queue.call_later(2.0, lambda: node.note("later"))
-    assert node.io_queue.timers.next_due() == math.inf
+    assert node.io_queue.timers.due == math.inf
     node.io_queue.run()
-    assert node.io_queue.timers.next_due() == 12.0
+    assert node.io_queue.timers.due == 12.0
     node.io_queue.timers.run(12.0)
     assert node.ran == ["later"]
 

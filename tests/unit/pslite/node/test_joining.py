@@ -85,8 +85,8 @@ class Member:
 
     def until(self, now: float) -> None:
         """Let time pass."""
-        while self.timers.next_due() <= now:
-            self.now = self.timers.next_due()
+        while self.timers.due <= now:
+            self.now = self.timers.due
             self.timers.run(self.now)
         self.now = now
 
@@ -116,11 +116,11 @@ def test_a_report_that_comes_after_the_roster_is_ignored(is_first: bool) -> None
         member.hear(REPORT)
     member.hear(roster())
     assert member.office.info == NODES[1]
-    assert member.timers.next_due() == math.inf
+    assert member.timers.due == math.inf
     logged, watched = list(member.log), list(member.watched)
     member.hear(REPORT)
     assert (member.log, member.watched) == (logged, watched)
-    assert member.timers.next_due() == math.inf
+    assert member.timers.due == math.inf
     member.until(1000.0)
     assert member.errors == []
 

@@ -123,7 +123,7 @@ def test_what_is_not_accepted_in_time_is_sent_again(pair: tuple[Node, Node]) -> 
     alice, bob = pair
     alice.say(bob, REQUEST, b"payload")
     (lost,) = alice.transmissions()
-    due = alice.links.next_due()
+    due = alice.links.flush(1, 0.0)
     alice.links.resend(0.9)
     too_early = alice.transmissions()
     alice.links.resend(1.0)
@@ -140,7 +140,7 @@ def test_an_acceptance_frees_what_was_kept(pair: tuple[Node, Node]) -> None:
     pass_on(bob, alice)
     assert under_way == (10_000, {"bob": (1, 10_000)})
     assert (alice.links.unaccepted_bytes("bob"), alice.links.unaccepted()) == (0, {})
-    assert (alice.links.everything_accepted(), alice.links.next_due()) == (True, math.inf)
+    assert (alice.links.everything_accepted(), alice.links.flush(1, 0.0)) == (True, math.inf)
 
 
 def test_an_answer_carries_the_acceptance_so_none_is_sent_beside_it(
@@ -161,13 +161,11 @@ def test_an_acceptance_waits_a_moment_for_a_message_that_carries_it(
     alice, bob = pair
     alice.say(bob, REQUEST)
     pass_on(alice, bob)
-    bob.links.flush(1, 10.0)
+    assert bob.links.flush(1, 10.0) == 10.0 + TELL_AFTER_S
     assert bob.transmissions() == []
-    assert bob.links.next_due() == 10.0 + TELL_AFTER_S
-    bob.links.flush(1, 10.0 + TELL_AFTER_S)
+    assert bob.links.flush(1, 10.0 + TELL_AFTER_S) == math.inf
     pass_on(bob, alice)
     assert alice.links.everything_accepted()
-    assert bob.links.next_due() == math.inf
 
 
 def test_an_acceptance_of_much_is_told_at_once(pair: tuple[Node, Node]) -> None:
@@ -189,7 +187,7 @@ def test_signs_of_life_are_not_numbered_and_not_accepted(pair: tuple[Node, Node]
     alice.say(bob, Beat())
     delivered = pass_on(alice, bob)
     bob.links.flush(1, 0.0, at_once=True)
-    assert (delivered, bob.transmissions(), alice.links.next_due()) == ([Beat()], [], math.inf)
+    assert (delivered, bob.transmissions(), alice.links.flush(1, 0.0)) == ([Beat()], [], math.inf)
 
 
 def test_a_reconnection_sends_everything_under_way_at_once(pair: tuple[Node, Node]) -> None:
@@ -264,7 +262,7 @@ def test_a_message_that_cannot_be_encoded_leaves_no_trace(pair: tuple[Node, Node
     acknowledged = bob.messages()
     bob.say(alice, REQUEST)
     assert (acknowledged, pass_on(bob, alice)) == ([Accepted()], [REQUEST])
-    assert bob.links.next_due() == 1.0
+    assert bob.links.flush(1, 0.0) == 1.0
 
 
 # -- what is dropped ----------------------------------------------------------------------
@@ -478,7 +476,7 @@ def test_an_observers_question_is_delivered_and_begins_no_conversation(
         "O1", 99, 0, question, ()
     )
     assert node.links.byte_counts() == {}
-    assert node.links.next_due() == math.inf
+    assert node.links.flush(1, 0.0) == math.inf
     assert node.wire.sent == []
 
 

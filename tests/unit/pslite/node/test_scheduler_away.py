@@ -70,8 +70,8 @@ class Member:
     def until(self, now: float) -> None:
         """Let time pass."""
         timers = self.office.io_queue.timers
-        while timers.next_due() <= now:
-            self.now = timers.next_due()
+        while timers.due <= now:
+            self.now = timers.due
             timers.run(self.now)
         self.now = now
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import threading
 import time
@@ -391,8 +390,3 @@ def test_a_malformed_address_is_refused_at_once(world: World, address: str) -> N
 def test_a_uid_is_short_printable_text(world: World, uid: str) -> None:
     with pytest.raises(UsageError, match="uid"):
         world(uid)
-
-
-def test_a_real_van_has_nothing_due_by_itself(world: World) -> None:
-    client, _ = world.pair()
-    assert client.next_due() == math.inf
