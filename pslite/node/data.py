@@ -221,7 +221,7 @@ class Traffic:
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Submit pushes, pulls or both."""
-        if self._office.role is not Role.WORKER:
+        if self._office.membership.role is not Role.WORKER:
             raise UsageError("only workers push and pull")
         for transfer in transfers:
             self.worker.submit(transfer)
@@ -287,12 +287,10 @@ class Traffic:
         plane, office = self.worker, self._office
         for server in list(plane.outbox):
             peer = office.membership.uids.get(server)
-            if peer is not None and office.sharing.awaits(peer, now):
+            if peer is None or office.sharing.awaits(peer, now):
                 continue
-            while peer is not None and office.links.has_room(peer):
+            while server in plane.outbox and office.links.has_room(peer):
                 send = plane.take(server)
-                if send is None:
-                    break
                 epoch = office.membership.epoch
                 office.links.send(peer, send.message, send.frames, epoch, now)
 

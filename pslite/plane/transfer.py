@@ -35,13 +35,13 @@ class Transfer:
 
     __slots__ = (
         "_error",
-        "_left",
-        "_make",
         "abandoned",
         "done",
         "failed",
         "form",
         "frames",
+        "left",
+        "make",
         "parts",
         "priority",
         "pull",
@@ -70,7 +70,8 @@ class Transfer:
         self.push_sizes = sizes if push_sizes is None else push_sizes
         self.form = form
         self.push = frames is not None and not (form and sink is not None)
-        self._make = frames if callable(frames) else None
+        #: Makes the frames; None if they exist.
+        self.make = frames if callable(frames) else None
         self.frames: Sequence[Buffer] = () if frames is None or callable(frames) else frames
         self.pull = sink is not None
         self.sink = sink
@@ -80,7 +81,8 @@ class Transfer:
         self.abandoned = False
         #: Index of a failed part -> its error; None if any part may have failed.
         self.failed: dict[int, BaseException] | None = {}
-        self._left = len(parts)
+        #: The number of parts that are neither answered nor given up.
+        self.left = len(parts)
         self._error: BaseException | None = None
 
     def deliver(
@@ -140,26 +142,24 @@ class Transfer:
 
     def give_up(self, error: BaseException) -> None:
         """Fail all parts that are not answered yet."""
-        if self._left:
+        if self.left:
             self.failed = None
             self._error = self._error or error
-            self._settle(self._left)
+            self._settle(self.left)
 
     @property
     def has_frames(self) -> bool:
         """Whether the frames exist, so that ``make_frames`` does nothing."""
-        return self._make is None
+        return self.make is None
 
     def make_frames(self) -> None:
         """Make the frames to send, unless they exist."""
-        if self._make is not None:
-            make, self._make = self._make, None
+        if self.make is not None:
+            make, self.make = self.make, None
             self.frames = make()
 
-    def frames_of(self, indices: Sequence[int] | None) -> Sequence[Buffer]:
-        """Return frames with these parts of a push (None: all parts); join neighbours."""
-        if indices is None:
-            return self.frames
+    def frames_of(self, indices: Sequence[int]) -> Sequence[Buffer]:
+        """Return frames with these parts of a push; join neighbours."""
         pieces = cut(self.push_sizes, self.frames)
         joined: list[Piece] = []
         for index in indices:
@@ -170,17 +170,12 @@ class Transfer:
                 joined.append(Piece(frame, start, stop))
         return [memoryview(frame)[start:stop] for frame, start, stop in joined]
 
-    @property
-    def complete(self) -> bool:
-        """Whether every part has been answered or given up."""
-        return self._left == 0
-
     def _settle(self, count: int) -> None:
-        self._left -= count
-        if self._left == 0:
+        self.left -= count
+        if self.left == 0:
             # Free the memory: other objects may still refer to this transfer.
             done, self.done = self.done, _nothing
-            self.frames, self.sink, self._make = (), None, None
+            self.frames, self.sink, self.make = (), None, None
             done(self._error)
 
 
@@ -242,13 +237,6 @@ class Requested:
         """Whether no request is in flight or held."""
         return not (self.inflight or self.held or self.pulling)
 
-    def number(self) -> int:
-        """Return the round number for the next push, and mark it as used."""
-        if self.freed:
-            return heapq.heappop(self.freed)
-        self.pushed += 1
-        return self.pushed
-
     def free(self, round_: int) -> None:
         """Free the round number of a push that the server refused."""
         heapq.heappush(self.freed, round_)
@@ -257,11 +245,24 @@ class Requested:
             heapq.heapify(self.freed)
             self.pushed -= 1
 
-    def may_send(self, transfer: Transfer, window: int) -> bool:
-        """Return whether a request may be sent now, given that no earlier one is held."""
-        if self.pulling is not None:
-            return False
-        return not transfer.push or len(self.inflight) <= window
+    def claim(self, request: Request, window: int) -> int | None:
+        """Give a request its round and note that it is in flight; None if it has to wait.
+
+        No earlier request may be held. At most 1 + ``window`` pushes are in flight.
+        """
+        transfer = request[0]
+        if self.pulling is not None or (transfer.push and len(self.inflight) > window):
+            return None
+        round_ = self.pushed
+        if transfer.push:
+            if self.freed:
+                round_ = heapq.heappop(self.freed)
+            else:
+                round_ = self.pushed = self.pushed + 1
+            self.inflight[round_] = request
+        if transfer.pull:
+            self.pulling = (request, round_)
+        return round_
 
     def find(self, round_: int, pushed: bool) -> Request | None:
         """Find the request that an answer is for; None if it was answered before."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pslite.errors import ProtocolError, PSError, UsageError, rebuild
 from pslite.plane.interface import Buffer, Piece, Send, cut
-from pslite.plane.transfer import Request, Requested, Transfer, joined, telling
+from pslite.plane.transfer import Requested, Transfer, joined, telling
 from pslite.wire.base import Ints
 from pslite.wire.messages import Answer, Exchange, PartsFailed, StaleEpoch
 
@@ -22,7 +22,7 @@ from pslite.wire.messages import Answer, Exchange, PartsFailed, StaleEpoch
 _FAMILIAR = 2
 #: The most lists whose requests are counted.
 _MAX_LISTS = 256
-
+_NO_VALUE = Piece(b"", 0, 0)
 
 _EARLY_PUSH = (
     "this process takes the place of a lost worker and has not come to its step yet, so it must "
@@ -107,14 +107,18 @@ class WorkerPlane:
             self._gate.held_back.append(transfer)
 
     def _begin(self, transfer: Transfer) -> None:
-        whole = self._whole(transfer.parts)
+        parts, ready = transfer.parts, []
+        whole = self._parts.get(parts[0])
+        if whole is None or whole.parts != parts:
+            whole = self._make_whole(parts)
         requests: Iterable[tuple[int | None, Requested]] = ((None, whole),) if whole else ()
-        ready = []
-        for index, state in requests or enumerate(map(self._single, transfer.parts)):
-            if state.held or not state.may_send(transfer, self._window):
-                state.held.append((transfer, index))
+        for index, state in requests or enumerate(map(self._single, parts)):
+            request = (transfer, index)
+            round_ = None if state.held else state.claim(request, self._window)
+            if round_ is None:
+                state.held.append(request)
             else:
-                ready.append((index, self._claim(state, (transfer, index))))
+                ready.append((index, round_))
         if ready:
             self._queue_send(transfer, ready)
 
@@ -123,8 +127,14 @@ class WorkerPlane:
 
         Raises ``ProtocolError`` for a malformed answer; its requests end with such an error too.
         """
+        parts, rounds = message.parts, message.rounds
         try:
-            pieces = _pieces_in(message, frames)
+            if message.sizes and len(message.sizes) != len(parts):
+                raise ProtocolError(
+                    f"an answer needs a size for each of its {len(parts)} parts, got "
+                    f"{len(message.sizes)}"
+                )
+            pieces = cut(message.sizes, frames) if message.sizes else [_NO_VALUE] * len(parts)
         except ProtocolError as error:
             reason = error
 
@@ -133,8 +143,24 @@ class WorkerPlane:
 
             self._come_to_nothing(message, why, is_open=False)
             raise
-        if self._answered_whole(message, pieces):
+        state = self._parts.get(parts[0]) if parts else None
+        if state is None or state.parts != parts or rounds.count(rounds[0]) != len(rounds):
+            self._answered_singly(message, pieces)
             return
+        request = state.find(rounds[0], message.pushed)
+        if request is None:
+            return  # it was answered before
+        transfer = request[0]
+        is_plain = transfer.pull and not transfer.form
+        if transfer.parts != parts or (is_plain and message.sizes != transfer.sizes):
+            self._answered_singly(message, pieces)
+            return
+        state.answered(request, rounds[0], message.pushed)
+        transfer.deliver(range(len(parts)), pieces, message.versions)
+        self._advance((state,), (transfer,))
+
+    def _answered_singly(self, message: Answer, pieces: Sequence[Piece]) -> None:
+        """Handle an answer whose parts do not have one state together."""
         found: dict[Transfer, tuple[list[int], list[Piece], list[int]]] = {}
         freed: list[Requested] = []
         for part, round_, version, piece in zip(
@@ -160,24 +186,6 @@ class WorkerPlane:
             if indices:
                 transfer.deliver(indices, values, versions)
         self._advance(freed, found)
-
-    def _answered_whole(self, message: Answer, pieces: Sequence[Piece]) -> bool:
-        """Handle an answer that is for a whole list of parts; return whether it is one."""
-        parts, rounds = message.parts, message.rounds
-        state = self._parts.get(parts[0]) if parts else None
-        if state is None or state.parts != parts or rounds.count(rounds[0]) != len(rounds):
-            return False
-        request = state.find(rounds[0], message.pushed)
-        if request is None:
-            return True  # it was answered before
-        transfer = request[0]
-        is_plain = transfer.pull and not transfer.form
-        if transfer.parts != parts or (is_plain and message.sizes != transfer.sizes):
-            return False
-        state.answered(request, rounds[0], message.pushed)
-        transfer.deliver(range(len(parts)), pieces, message.versions)
-        self._advance((state,), (transfer,))
-        return True
 
     def refused(self, message: PartsFailed) -> None:
         """Fail the requests that a server refused."""
@@ -243,7 +251,7 @@ class WorkerPlane:
         """Send the requests that have waited since ``hold_back``."""
         held, self._gate.held_back = self._gate.held_back or [], None
         for transfer in held:
-            if not transfer.complete:
+            if transfer.left:
                 self._begin(transfer)
 
     def counts(self) -> dict[int, int] | None:
@@ -322,17 +330,15 @@ class WorkerPlane:
 
     # -- what may be sent --------------------------------------------------------------
 
-    def take(self, server: int) -> Send | None:
-        """Return the next message for a server, highest priority first; make its frames."""
-        queue = self.outbox.get(server)
-        if not queue:
-            return None
+    def take(self, server: int) -> Send:
+        """Take the next message from ``outbox``, highest priority first; make its frames."""
+        queue = self.outbox[server]
         transfer, message, indices, frames = heapq.heappop(queue)[2]
         if not queue:
             del self.outbox[server]
         if frames is None:
             transfer.make_frames()
-            frames = transfer.frames_of(indices)
+            frames = transfer.frames if indices is None else transfer.frames_of(indices)
         return Send(server, message, frames)
 
     @property
@@ -378,11 +384,8 @@ class WorkerPlane:
             state = self._parts[part]
         return state
 
-    def _whole(self, parts: Ints) -> Requested | None:
-        """Return the joint state of exactly these parts, if they can have one now."""
-        state = self._parts.get(parts[0])
-        if state is not None and state.parts == parts:
-            return state
+    def _make_whole(self, parts: Ints) -> Requested | None:
+        """Make a joint state of exactly these parts, if they can have one now."""
         if len(parts) == 1:
             return self._single(parts[0])
         if len(self._lists) >= _MAX_LISTS:
@@ -413,29 +416,16 @@ class WorkerPlane:
     def _advance(self, states: Iterable[Requested], answered: Iterable[Transfer]) -> None:
         """Send requests that waited for these answers; forget complete transfers."""
         for transfer in answered:
-            if transfer.complete:
+            if not transfer.left:
                 self._active.pop(transfer, None)
         ready: dict[Transfer, list[tuple[int | None, int]]] = {}
         for state in states:
             # One at a time: each request that is sent may hold back the next.
-            while state.held and state.may_send(state.held[0][0], self._window):
-                request = state.held.popleft()
-                round_ = self._claim(state, request)
-                ready.setdefault(request[0], []).append((request[1], round_))
+            while state.held and (round_ := state.claim(state.held[0], self._window)) is not None:
+                transfer, index = state.held.popleft()
+                ready.setdefault(transfer, []).append((index, round_))
         for transfer, entries in ready.items():
             self._queue_send(transfer, entries)
-
-    @staticmethod
-    def _claim(state: Requested, request: Request) -> int:
-        """Give the request a round number and note that it is in flight."""
-        transfer, _ = request
-        round_ = state.pushed
-        if transfer.push:
-            round_ = state.number()
-            state.inflight[round_] = request
-        if transfer.pull:
-            state.pulling = (request, round_)
-        return round_
 
     def _queue_send(self, transfer: Transfer, entries: Sequence[tuple[int | None, int]]) -> None:
         """Queue one message with these entries (index, round) of a transfer.
@@ -443,7 +433,8 @@ class WorkerPlane:
         The index None stands for all parts, in the same round.
         """
         parts, sizes = transfer.parts, transfer.push_sizes
-        entries = sorted(entries, key=lambda entry: entry[0] or 0)
+        if len(entries) > 1:
+            entries = sorted(entries, key=lambda entry: entry[0] or 0)
         rounds = tuple(round_ for _, round_ in entries)
         indices = [index for index, _ in entries if index is not None]
         if not indices:
@@ -463,7 +454,9 @@ class WorkerPlane:
         )
         self._sequence += 1
         chosen = indices if has_payload and len(parts) < len(transfer.parts) else None
-        frames = transfer.frames_of(chosen) if transfer.has_frames else None
+        frames = None
+        if transfer.make is None:
+            frames = transfer.frames if chosen is None else transfer.frames_of(chosen)
         queued = _QueuedMessage(transfer, message, chosen, frames)
         queue = self.outbox.setdefault(transfer.server, [])
         heapq.heappush(queue, (-transfer.priority, self._sequence, queued))
@@ -480,15 +473,3 @@ class WorkerPlane:
             if state.pulling is not None and state.pulling[0][0] is transfer:
                 state.pulling = None
         transfer.give_up(error)
-
-
-def _pieces_in(message: Answer, frames: Sequence[Buffer]) -> list[Piece]:
-    """Return the value of each part of an answer. Raises ``ProtocolError``."""
-    if not message.sizes:
-        return [Piece(b"", 0, 0)] * len(message.parts)
-    if len(message.sizes) != len(message.parts):
-        raise ProtocolError(
-            f"an answer needs a size for each of its {len(message.parts)} parts, got "
-            f"{len(message.sizes)}"
-        )
-    return cut(message.sizes, frames)

@@ -131,8 +131,8 @@ def ask(
 def mail(plane: WorkerPlane, server: int = SERVER) -> list[Send]:
     """Everything that a worker would send now."""
     sends = []
-    while (send := plane.take(server)) is not None:
-        sends.append(send)
+    while server in plane.outbox:
+        sends.append(plane.take(server))
     return sends
 
 
@@ -338,8 +338,7 @@ class Cluster:
     def _post(self, worker: int, server: int) -> None:
         plane = self.workers[worker]
         send = plane.take(server)
-        if send is not None:
-            self._send(worker, server, plane.epoch, send.message, send.frames)
+        self._send(worker, server, plane.epoch, send.message, send.frames)
 
     def _do_work(self, lane: tuple[int, int]) -> None:
         run = self._work[lane].popleft()
@@ -365,7 +364,7 @@ class Cluster:
         if self.random.random() < self.loss:
             return
         self._owing.pop((sender, receiver), None)
-        low, also = self._channels[sender, receiver].acceptance()
+        low, also = self._channels[sender, receiver].acceptance
         packet = _Packet(sender, receiver, 0, low, also, 0, None, ())
         if outgoing is not None:
             frames = tuple(bytes(frame) for frame in outgoing.frames)

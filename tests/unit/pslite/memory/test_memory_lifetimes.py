@@ -30,7 +30,7 @@ class Worker:
 
     def sent(self) -> Send | None:
         """What goes out; who holds it is the channel, until it is accepted."""
-        return self.plane.take(SERVER)
+        return self.plane.take(SERVER) if SERVER in self.plane.outbox else None
 
     @property
     def held(self) -> int:

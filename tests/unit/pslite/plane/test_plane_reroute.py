@@ -59,11 +59,10 @@ def test_a_push_that_is_not_answered_is_sent_again_with_its_round_and_its_bytes(
 def test_what_waits_to_be_sent_is_sent_once_and_in_its_order() -> None:
     plane = WorkerPlane(window=2)
     plane.submit(ask(1, push=[ONE]).transfer)
-    first = plane.take(SERVER)
+    plane.take(SERVER)
     plane.submit(ask(1, push=[ONE]).transfer)
     plane.submit(ask(2, push=[ONE], priority=1).transfer)
     plane.reroute(SERVER)
-    assert first is not None
     assert messages(plane) == [pushed(2, 1, priority=1), pushed(1, 1), pushed(1, 2)]
 
 
@@ -200,7 +199,7 @@ def test_frames_that_are_made_late_are_made_once() -> None:
         return [counts(3)]
 
     asked = ask(1, push=[ONE])
-    asked.transfer._make, asked.transfer.frames = make, ()
+    asked.transfer.make, asked.transfer.frames = make, ()
     plane.submit(asked.transfer)
     plane.reroute(SERVER)  # nothing was sent or made before
     assert made == []

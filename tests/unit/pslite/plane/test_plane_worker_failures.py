@@ -214,4 +214,4 @@ def test_giving_up_twice_ends_a_transfer_once() -> None:
     asked = ask(1, 2, push=[ONE, ONE])
     asked.transfer.give_up(LOST)
     asked.transfer.give_up(UsageError("later"))
-    assert (asked.endings, asked.transfer.complete) == ([LOST], True)
+    assert (asked.endings, asked.transfer.left) == ([LOST], 0)
