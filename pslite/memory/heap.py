@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,12 +95,10 @@ class _Block:
 class _Row:
     """Neighbouring memory of several owners, which it keeps alive."""
 
-    __slots__ = ("__array_interface__", "_owners", "address", "nbytes")
+    __slots__ = ("__array_interface__", "_owners")
 
     def __init__(self, address: int, nbytes: int, owners: Sequence[Bytes]) -> None:
         self._owners = owners
-        self.address = address
-        self.nbytes = nbytes
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
@@ -165,14 +163,14 @@ class Heap:
         with room, other buffers from the oldest, whose memory was used recently.
         """
         size = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
-        grown = False
         with self._lock:
-            found = self._take(nbytes, size, reversed(self._stretches) if lasting else None)
-            if found is None:
-                stretch = self._grow(size)
-                grown = stretch.segment.ticket is not None
+            for stretch in reversed(self._stretches) if lasting else self._stretches:
                 found = stretch.take(nbytes, size)
-        if grown:
+                if found is not None:
+                    return found
+            stretch = self._grow(size)
+            found = stretch.take(nbytes, size)
+        if stretch.segment.ticket is not None:
             self._announce()
         assert found is not None
         return found
@@ -194,20 +192,19 @@ class Heap:
 
         The result keeps the pieces alive.
         """
-        rows: list[_Row] = []
-        begin = stop = first = 0
-        for index, piece in enumerate(pieces):
-            address = piece.__array_interface__["data"][0]
-            if address != stop:
-                if self.find(address, len(piece)) is None:  # this stops earlier than ``all`` below
-                    return None
-                if index:
-                    rows.append(_Row(begin, stop - begin, pieces[first:index]))
-                begin, first = address, index
+        addresses = [piece.__array_interface__["data"][0] for piece in pieces]
+        rows: list[Bytes] = []
+        first = 0
+        for last, (address, piece) in enumerate(zip(addresses, pieces, strict=True)):
             stop = address + len(piece)
-        rows.append(_Row(begin, stop - begin, pieces[first:]))
-        found = list(map(np.asarray, rows))
-        return found if all(self.find(row.address, row.nbytes) for row in rows) else None
+            if last + 1 < len(pieces) and addresses[last + 1] == stop:
+                continue
+            begin = addresses[first]
+            if self.find(begin, stop - begin) is None:
+                return None
+            rows.append(np.asarray(_Row(begin, stop - begin, pieces[first : last + 1])))
+            first = last + 1
+        return rows or None
 
     @staticmethod
     def whole_of(buffer: Bytes) -> tuple[int, int, Segment] | None:
@@ -258,15 +255,6 @@ class Heap:
             )
 
     # -- inside, with the lock ---------------------------------------------------------
-
-    def _take(
-        self, nbytes: int, size: int, stretches: Iterable[_Stretch] | None = None
-    ) -> Bytes | None:
-        for stretch in self._stretches if stretches is None else stretches:
-            found = stretch.take(nbytes, size)
-            if found is not None:
-                return found
-        return None
 
     def _grow(self, size: int) -> _Stretch:
         total = sum(stretch.segment.nbytes for stretch in self._stretches)

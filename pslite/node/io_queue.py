@@ -38,19 +38,25 @@ class Timer:
     def set(self, due: float) -> None:
         """Schedule the command for ``due`` instead of its earlier time; inf: never."""
         self.due = due
-        self._timers.moved(self)
+        timers, waiting = self._timers, self._timers.waiting
+        if due < math.inf:
+            heapq.heappush(waiting, (due, next(timers.numbers), self))
+        while waiting and waiting[0][0] != waiting[0][2].due:
+            heapq.heappop(waiting)
+        timers.due = waiting[0][0] if waiting else math.inf
 
 
 class Timers:
     """Commands with due times, by the node's clock."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
-        #: After a timer is set again, its older entries stay here with their old times, but never
-        #: in front.
-        self._waiting: list[tuple[float, int, Timer]] = []
         #: When the next command is due.
         self.due = math.inf
+        #: Tells timers of the same time apart: the one that was set first comes first.
+        self.numbers = itertools.count()
+        #: A heap. After a timer is set again, its older entries stay here with their old times, but
+        #: never in front.
+        self.waiting: list[tuple[float, int, Timer]] = []
 
     def new(self, command: Callable[[float], None]) -> Timer:
         """Make a timer that is not set yet; ``command`` is called with the time."""
@@ -73,30 +79,21 @@ class Timers:
         timer = self.new(again)
         timer.set(-math.inf)
 
-    def moved(self, timer: Timer) -> None:
-        """Note when a timer is due now. For ``Timer.set``."""
-        waiting = self._waiting
-        if timer.due < math.inf:
-            heapq.heappush(waiting, (timer.due, next(self._numbers), timer))
-        while waiting and waiting[0][0] != waiting[0][2].due:
-            heapq.heappop(waiting)
-        self.due = waiting[0][0] if waiting else math.inf
-
     def run(self, now: float) -> None:
         """Call the commands that are due."""
         while self.due <= now:
-            timer = self._waiting[0][2]
+            timer = self.waiting[0][2]
             timer.set(math.inf)
             timer.command(now)
 
     def one_time(self) -> list[Timer]:
         """Return the waiting timers that ``add`` made, ordered by their times."""
-        return [timer for _, _, timer in sorted(self._waiting) if timer.is_one_time]
+        return [timer for _, _, timer in sorted(self.waiting) if timer.is_one_time]
 
     def end(self) -> None:
         """Call each waiting command of ``add`` now, and drop all other timers."""
         waiting = self.one_time()
-        self._waiting.clear()
+        self.waiting.clear()
         self.due = math.inf
         for timer in waiting:
             timer.command(math.inf)
@@ -128,6 +125,8 @@ class IOQueue:
         #: The functions that ``run`` must call.
         self.commands: deque[Callable[[], None]] = deque()
         self.timers = Timers()
+        #: When the thread must go on even if nothing arrives: for a timer or a channel.
+        self.due = 0.0
         #: The functions that ``look`` must call.
         self.looks: list[Callable[[], bool]] = []
 

@@ -151,7 +151,7 @@ class Links:
         self._van.send(peer, [encode(envelope)])
 
     def _transmit(self, peer: str, entry: _PeerTraffic, outgoing: Outgoing) -> None:
-        low, also = entry.channel.acceptance()
+        low, also = entry.channel.acceptance
         frames, shared = (
             self._sharing.describe(peer, outgoing.frames) if outgoing.frames else ((), ())
         )

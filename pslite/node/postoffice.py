@@ -92,9 +92,7 @@ class Postoffice:
             trace=log.trace if config.verbose >= 2 else None,
             objection=self.admission.objection,
         )
-        #: The role of this node in the cluster.
-        self.role = Role(config.role)
-        self.membership = Membership(self.role)
+        self.membership = Membership(Role(config.role))
         self.customers = Customers(self._send_to_app, self.io_queue.call, self._hand_over)
         self.traffic = Traffic(self)
         self.nearby: LocalPeers = LocalPeers(self)
@@ -111,11 +109,14 @@ class Postoffice:
         self.unheard = Unheard()
         self.shutdown: Shutdown | None = None
         self.info: NodeInfo | None = None
-        #: When ``step`` must run even if no event arrives.
-        self.due = 0.0
         self._closing = False
 
     # -- who is who --------------------------------------------------------------------
+
+    @property
+    def role(self) -> Role:
+        """The role of this node in the cluster."""
+        return self.membership.role
 
     @property
     def rank(self) -> int:
@@ -338,7 +339,7 @@ class Postoffice:
 
     def step(self, timeout_s: float | None) -> bool:
         """Wait for work, at most ``timeout_s``, and do it; return whether there was any."""
-        queue, due = self.io_queue, self.due
+        queue, due = self.io_queue, self.io_queue.due
         wait_s = 0.0 if queue.commands else max(0.0, due - self.clock())
         events = self.van.poll(wait_s if timeout_s is None else min(timeout_s, wait_s))
         now = self.clock()
@@ -360,7 +361,7 @@ class Postoffice:
             self.traffic.send_queued(now)
         if queue.looks:
             queue.look()
-        self.due = min(queue.timers.due, self.links.flush(self.membership.epoch, now))
+        queue.due = min(queue.timers.due, self.links.flush(self.membership.epoch, now))
         return worked
 
     # -- messages ----------------------------------------------------------------------

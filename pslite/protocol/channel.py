@@ -15,6 +15,7 @@ for ever (``src/resender.h``).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +63,11 @@ class Channel:
         self._unaccepted: dict[int, Outgoing] = {}
         #: When to call ``repeats`` next.
         self.next_due = math.inf
+        #: All numbers up to this one have arrived, and those above it in order.
         self._low = 0
-        self._above: set[int] = set()
+        self._above: list[int] = []
+        #: The acknowledgement of both; of the second at most ``MAX_ALSO``.
+        self.acceptance: tuple[int, Ints] = (0, ())
         self.unaccepted_bytes = 0
 
     # -- the sending side --------------------------------------------------------------
@@ -155,21 +159,18 @@ class Channel:
 
     def admit(self, sequence: int) -> bool:
         """Return whether a received message is new; acknowledge it in any case."""
-        if sequence > self._low + RECEIVE_WINDOW:
-            return False
-        if sequence <= self._low or sequence in self._above:
+        above = self._above
+        at = bisect_left(above, sequence)
+        is_known = sequence <= self._low or (at < len(above) and above[at] == sequence)
+        if is_known or sequence > self._low + RECEIVE_WINDOW:
             return False
         if sequence == self._low + 1:
             self._low = sequence
-            while self._low + 1 in self._above:
+            while at < len(above) and above[at] == self._low + 1:
                 self._low += 1
-                self._above.remove(self._low)
+                at += 1
+            del above[:at]
         else:
-            self._above.add(sequence)
+            above.insert(at, sequence)
+        self.acceptance = (self._low, tuple(above[:MAX_ALSO]))
         return True
-
-    def acceptance(self) -> tuple[int, Ints]:
-        """Return the acknowledgement: the low-water mark, and numbers above it."""
-        if not self._above:
-            return self._low, ()
-        return self._low, tuple(sorted(self._above)[:MAX_ALSO])

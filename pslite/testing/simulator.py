@@ -164,7 +164,7 @@ class Simulation:
             if self.now < until < math.inf:
                 self.cut(self.nodes[other], node, until)
         node.begin()
-        self._dues[uid] = node.due
+        self._dues[uid] = node.io_queue.due
         self._wake(uid)
         return node
 
@@ -388,7 +388,7 @@ class Simulation:
             self._step_slowly(name, node)
             return
         node.step(0.0)
-        self._dues[name] = min(node.due, self._vans[name].next_due())
+        self._dues[name] = min(node.io_queue.due, self._vans[name].next_due())
 
     def _step_slowly(self, name: str, node: Postoffice) -> None:
         """Step a node that is perhaps slow, and then busy with its messages for a while."""
@@ -396,7 +396,7 @@ class Simulation:
         before = counts["received"]
         node.step(0.0)
         free_at = self.pace.took(name, counts["received"] - before, self.now)
-        self._dues[name] = max(min(node.due, self._vans[name].next_due()), free_at)
+        self._dues[name] = max(min(node.io_queue.due, self._vans[name].next_due()), free_at)
 
     def _next_due(self) -> float:
         due = min(self._dues.values())

@@ -248,7 +248,7 @@ def check_uid(uid: str) -> str:
 def as_buffers(frames: Sequence[Buffer]) -> list[bytes | memoryview]:
     """Return a message's frames as ``bytes`` or views; check what can be sent."""
     buffers = [frame if type(frame) is bytes else _as_view(frame) for frame in frames]
-    if len(buffers) < 2 and not (buffers and size_of(buffers[0])):
+    if len(buffers) < 2 and not (buffers and memoryview(buffers[0]).nbytes):
         raise UsageError("a message must not be a single empty frame")
     return buffers
 

@@ -401,7 +401,7 @@ def hold_up(simulation: Simulation, node: Postoffice, until: float) -> None:
     def late_step(timeout_s: float | None) -> bool:
         if simulation.now >= until:
             return step(timeout_s)
-        node.due = max(until, node.due)
+        node.io_queue.due = max(until, node.io_queue.due)
         return False
 
     held_up: Any = node

@@ -8,8 +8,8 @@ BUGS = [
     Bug(
         "repeated messages are taken again",
         "pslite/protocol/channel.py",
-        "if sequence <= self._low or sequence in self._above:",
-        "if False:",
+        "is_known = sequence <= self._low or (at < len(above) and above[at] == sequence)",
+        "is_known = False",
         "tests/faults/test_witness.py::test_other_sizes_of_clusters_keep_the_same_promises",
     ),
     Bug(
@@ -83,15 +83,15 @@ BUGS = [
     Bug(
         "more is acknowledged than has arrived",
         "pslite/protocol/channel.py",
-        "            return self._low, ()\n",
-        "            return self._low + 1, ()\n",
+        "self.acceptance = (self._low, tuple(above[:MAX_ALSO]))",
+        "self.acceptance = (self._low + (not above), tuple(above[:MAX_ALSO]))",
         SEEDS,
     ),
     Bug(
         "a request does not wait for the result before it",
         "pslite/plane/transfer.py",
-        "        if self.pulling is not None:\n            return False",
-        "        if False:\n            return False",
+        "if self.pulling is not None or (transfer.push and",
+        "if (transfer.push and",
         SEEDS,
     ),
     Bug(
@@ -244,8 +244,8 @@ BUGS = [
     Bug(
         "a worker sends one push more than the window allows",
         "pslite/plane/transfer.py",
-        "len(self.inflight) <= window",
-        "len(self.inflight) <= window + 1",
+        "len(self.inflight) > window",
+        "len(self.inflight) > window + 1",
         "tests/unit/pslite/plane/test_plane_worker.py",
     ),
     Bug(

@@ -35,30 +35,30 @@ def repeated(channel: Channel, now: float) -> list[int]:
 def test_a_message_that_comes_again_is_refused_and_acknowledged_again() -> None:
     channel = Channel(TIMEOUT_S)
     first = arrive(channel, [1])
-    told = channel.acceptance()
+    told = channel.acceptance
     again = arrive(channel, [1])
-    assert (first, again, told, channel.acceptance()) == ([True], [False], (1, ()), (1, ()))
+    assert (first, again, told, channel.acceptance) == ([True], [False], (1, ()), (1, ()))
 
 
 def test_gaps_are_acknowledged_as_such_and_close_when_the_missing_arrives() -> None:
     channel = Channel(TIMEOUT_S)
     news = arrive(channel, [1, 4, 3, 4])
-    with_gap = channel.acceptance()
+    with_gap = channel.acceptance
     arrive(channel, [2])
     assert (news, with_gap) == ([True, True, True, False], (1, (3, 4)))
-    assert channel.acceptance() == (4, ())
+    assert channel.acceptance == (4, ())
 
 
 def test_an_acknowledgement_lists_a_bounded_number_above_the_gap() -> None:
     channel = Channel(TIMEOUT_S)
     arrive(channel, range(1000, 1, -1))
-    assert channel.acceptance() == (0, tuple(range(2, 2 + MAX_ALSO)))
+    assert channel.acceptance == (0, tuple(range(2, 2 + MAX_ALSO)))
 
 
 def test_a_number_far_ahead_is_not_remembered() -> None:
     channel = Channel(TIMEOUT_S)
     news = arrive(channel, [RECEIVE_WINDOW + 1, RECEIVE_WINDOW, 2**63])
-    assert (news, channel.acceptance()) == ([False, True, False], (0, (RECEIVE_WINDOW,)))
+    assert (news, channel.acceptance) == ([False, True, False], (0, (RECEIVE_WINDOW,)))
 
 
 # -- the sending side ---------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_what_nobody_will_accept_any_more_is_forgotten() -> None:
     channel.drop_outgoing()
     assert (channel.everything_accepted, channel.unaccepted_bytes) == (True, 0)
     assert (channel.next_due, repeated(channel, 100.0)) == (math.inf, [])
-    assert (number(channel).sequence, channel.acceptance()) == (2, (1, ()))
+    assert (number(channel).sequence, channel.acceptance) == (2, (1, ()))
 
 
 # -- both, over a network that is as bad as it gets ---------------------------------------
@@ -190,7 +190,7 @@ class Conversation:
         self.transmit(end, self.ends[end].number(Refused("ConfigError", text), (), 1, 1, self.now))
 
     def transmit(self, end: int, outgoing: Outgoing | None) -> None:
-        low, also = self.ends[end].acceptance()
+        low, also = self.ends[end].acceptance
         copies = self.random.choice((0, 2)) if self.random.random() < self.trouble else 1
         self.wire += [Packet(end, low, also, outgoing)] * copies
 
@@ -250,7 +250,7 @@ def test_the_memory_of_a_conversation_does_not_grow_with_its_length() -> None:
         if position % 100 == 99:
             conversation.settle()
     conversation.settle()
-    kept = [(end.everything_accepted, end.acceptance()) for end in conversation.ends]
+    kept = [(end.everything_accepted, end.acceptance) for end in conversation.ends]
     assert kept == [(True, (1500, ()))] * 2
     assert [len(texts) for texts in conversation.delivered] == [1500, 1500]
 
