@@ -15,30 +15,27 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pslite.errors import UsageError
 from pslite.future import Future
 
 
+@dataclass(slots=True, eq=False)
 class Timer:
     """A command with a time at which it is due. Made by ``Timers.new``."""
 
-    __slots__ = ("_timers", "command", "due", "is_one_time")
-
-    def __init__(
-        self, timers: Timers, command: Callable[[float], None], *, is_one_time: bool = False
-    ) -> None:
-        self._timers = timers
-        self.command = command
-        #: Whether to call it once, and at the end of the node if that is earlier.
-        self.is_one_time = is_one_time
-        #: When to call it next; inf: not before the next ``set``.
-        self.due = math.inf
+    timers: Timers
+    command: Callable[[float], None]
+    #: Whether to call it once, and at the end of the node if that is earlier.
+    is_one_time: bool = False
+    #: When to call it next; inf: not before the next ``set``.
+    due: float = math.inf
 
     def set(self, due: float) -> None:
         """Schedule the command for ``due`` instead of its earlier time; inf: never."""
         self.due = due
-        timers, waiting = self._timers, self._timers.waiting
+        timers, waiting = self.timers, self.timers.waiting
         if due < math.inf:
             heapq.heappush(waiting, (due, next(timers.numbers), self))
         while waiting and waiting[0][0] != waiting[0][2].due:
