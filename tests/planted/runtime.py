@@ -10,7 +10,7 @@ BUGS = [
         "pslite/protocol/channel.py",
         "is_known = sequence <= self._low or (at < len(above) and above[at] == sequence)",
         "is_known = False",
-        "tests/faults/test_witness.py::test_other_sizes_of_clusters_keep_the_same_promises",
+        "tests/unit/pslite/protocol/test_channel.py",
     ),
     Bug(
         "a repeated contribution counts for an absent rank",

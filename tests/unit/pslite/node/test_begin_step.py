@@ -34,11 +34,10 @@ class Worker:
         queue = SimpleNamespace(call=self.commands.append, look_after_each_step=self.looks.append)
         self.office: Any = SimpleNamespace(
             config=Config(round_window=0),
-            role=Role.WORKER,
             error=None,
             io_queue=queue,
             links=SimpleNamespace(everything_accepted=self._everything_accepted),
-            membership=SimpleNamespace(roster=ROSTER),
+            membership=SimpleNamespace(roster=ROSTER, role=Role.WORKER),
         )
         self.traffic = Traffic(self.office)
         #: The counts that were noted, and whether they are kept.
