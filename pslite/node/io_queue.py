@@ -197,17 +197,14 @@ class IOQueue:
         """Call ``look`` after each step until it returns True."""
         self.looks.append(look)
 
-    def run(self) -> bool:
-        """Call the waiting commands; return whether there were any."""
-        commands = self.commands
-        worked = bool(commands)
-        while commands:
+    def run(self) -> None:
+        """Call the waiting commands."""
+        while self.commands:
             try:
-                command = commands.popleft()
+                command = self.commands.popleft()
             except IndexError:  # after the end, another thread took the command first
                 break
             command()
-        return worked
 
     def look(self) -> None:
         """Call the functions of ``look_after_each_step``."""

@@ -352,7 +352,9 @@ class Postoffice:
                     self._dispatch(delivery, now)
             else:
                 self.watch.told(event, now)
-        worked |= bool(queue.commands) and queue.run()
+        if queue.commands:
+            queue.run()
+            worked = True
         if now >= due:  # a timer that this step sets to ``now`` runs in the next one
             self.links.resend(now)
             queue.timers.run(now)
