@@ -103,7 +103,7 @@ class Traffic:
         self.reports: deque[tuple[float, str]] = deque(maxlen=16)
         #: Worker's uid -> answers that wait for room on its connection, as heaps of (-priority,
         #: number, node, answer).
-        self._unsent: dict[str, list[tuple[int, int, int, Send]]] = {}
+        self.unsent: dict[str, list[tuple[int, int, int, Send]]] = {}
         self._num_queued = 0
 
     def serve(self, plane: ServerPlane, handle: Handler) -> None:
@@ -261,29 +261,24 @@ class Traffic:
         return NodeLostError(text, role=error.role, rank=error.rank)
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether messages wait for room on a connection."""
-        return bool(self.worker.outbox or self._unsent)
-
-    @property
     def everything_sent(self) -> bool:
         """Whether no request and no answer waits to be sent."""
-        return self.worker.everything_sent and not self._unsent
+        return self.worker.everything_sent and not self.unsent
 
     @property
     def num_unsent(self) -> int:
         """The number of messages that wait for room on a connection."""
-        return self.worker.num_unsent + sum(map(len, self._unsent.values()))
+        return self.worker.num_unsent + sum(map(len, self.unsent.values()))
 
     def send_queued(self, now: float) -> None:
         """Send what connections have room for, highest priority first."""
-        for uid, queue in list(self._unsent.items()):
+        for uid, queue in list(self.unsent.items()):
             while queue and self._office.links.has_room(uid):
                 *_, node, effect = heapq.heappop(queue)
                 if self._office.membership.uids.get(node) == uid:  # else it was lost
                     self._send_now(node, effect)
             if not queue:
-                del self._unsent[uid]
+                del self.unsent[uid]
         plane, office = self.worker, self._office
         for server in list(plane.outbox):
             peer = office.membership.uids.get(server)
@@ -311,7 +306,7 @@ class Traffic:
         """Return whether the worker ``node`` waits for an answer from this server."""
         if self._server is None or role_of(node) is not Role.WORKER:
             return False
-        is_queued = self._office.membership.uids.get(node) in self._unsent
+        is_queued = self._office.membership.uids.get(node) in self.unsent
         return is_queued or self._server.has_waiting(rank_of(node))
 
     def tick(self, now: float) -> None:
@@ -353,7 +348,7 @@ class Traffic:
     def close(self) -> None:
         """Release the app and all memory: the node has ended."""
         self._server = self.primary = self.standby = None
-        self._unsent.clear()
+        self.unsent.clear()
         self.worker.close()
 
     # -- inside ------------------------------------------------------------------------
@@ -372,13 +367,13 @@ class Traffic:
         if peer is None:
             return
         is_near = self._office.sharing.reaches(peer)  # it reads the values from this memory
-        has_room = peer not in self._unsent and self._office.links.has_room(peer)
+        has_room = peer not in self.unsent and self._office.links.has_room(peer)
         if not effect.frames or is_near or has_room:
             self._send_now(worker, effect)
             return
         self._num_queued += 1
         entry = (-effect.priority, self._num_queued, worker, effect)
-        heapq.heappush(self._unsent.setdefault(peer, []), entry)
+        heapq.heappush(self.unsent.setdefault(peer, []), entry)
 
     def _send_now(self, worker: int, effect: Send) -> None:
         """Send a server's message to a worker, or an error if it cannot be sent."""

@@ -193,9 +193,10 @@ class Links:
         entry = self._peers.get(peer)
         if entry is None:
             return True
-        channel, is_near = entry.channel, self._sharing.reaches(peer)
-        most = channel.credit_bytes if is_near else channel.window_bytes
-        return channel.unaccepted_bytes < most
+        channel = entry.channel
+        if channel.unaccepted_bytes < channel.window.nbytes:
+            return True
+        return channel.unaccepted_bytes < channel.credit_bytes and self._sharing.reaches(peer)
 
     def byte_counts(self) -> dict[str, tuple[int, int]]:
         """Return the bytes (sent to, received from) each peer. From any thread.

@@ -359,7 +359,7 @@ class Postoffice:
             self.links.resend(now)
             queue.timers.run(now)
             queue.run()
-        if self.traffic.has_unsent:
+        if self.traffic.worker.outbox or self.traffic.unsent:
             self.traffic.send_queued(now)
         if queue.looks:
             queue.look()

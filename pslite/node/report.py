@@ -76,7 +76,7 @@ class Reporter:
         return (
             office.pool.num_jobs > 0
             or office.io_queue.has_work
-            or traffic.has_unsent
+            or traffic.num_unsent > 0
             or traffic.is_applying
             or office.customers.is_at_work
             or office.error is not None

@@ -18,6 +18,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from pslite.protocol.send_window import Departure, SendWindow
@@ -56,7 +57,8 @@ class Channel:
 
     def __init__(self, resend_timeout_s: float, credit_bytes: int = 1 << 62) -> None:
         self._timeout_s = resend_timeout_s
-        self._window = SendWindow(credit_bytes)
+        #: How many bytes should be in flight, so that the connection is busy and not more.
+        self.window = SendWindow(credit_bytes)
         #: The most bytes that may be in flight.
         self.credit_bytes = credit_bytes
         self._next_sequence = 1
@@ -81,19 +83,19 @@ class Channel:
         self._unaccepted[outgoing.sequence] = outgoing
         self.unaccepted_bytes += nbytes
         if nbytes:
-            outgoing.departure = self._window.sent(nbytes, self.unaccepted_bytes, now)
+            outgoing.departure = self.window.sent(nbytes, self.unaccepted_bytes, now)
         self.next_due = min(self.next_due, now + self._timeout_s)
         return outgoing
 
     def accepted(self, low: int, also: Iterable[int], now: float) -> bool:
         """Forget messages that the peer has accepted; return whether there were any."""
         before = len(self._unaccepted)
-        for sequence in list(self._unaccepted):
-            if sequence > low:
-                break
-            self._forget(sequence, now)
-        for sequence in also:
-            self._forget(sequence, now)
+        for sequence in (*takewhile(low.__ge__, self._unaccepted), *also):
+            outgoing = self._unaccepted.pop(sequence, None)
+            if outgoing is not None and outgoing.departure is not None:
+                self.unaccepted_bytes -= outgoing.nbytes
+                if not outgoing.repeats:
+                    self.window.accepted(outgoing.nbytes, outgoing.departure, now)
         if not self._unaccepted:
             self.next_due = math.inf
         return len(self._unaccepted) != before
@@ -109,18 +111,6 @@ class Channel:
         self._unaccepted.clear()
         self.unaccepted_bytes = 0
         self.next_due = math.inf
-
-    def _forget(self, sequence: int, now: float) -> None:
-        outgoing = self._unaccepted.pop(sequence, None)
-        if outgoing is not None and outgoing.departure is not None:
-            self.unaccepted_bytes -= outgoing.nbytes
-            if not outgoing.repeats:
-                self._window.accepted(outgoing.nbytes, outgoing.departure, now)
-
-    @property
-    def window_bytes(self) -> int:
-        """How many bytes should be in flight, so that the connection is busy and not more."""
-        return self._window.nbytes
 
     @property
     def everything_accepted(self) -> bool:

@@ -132,7 +132,7 @@ def test_values_wait_for_room_and_the_highest_priority_goes_first(server: Any) -
     assert sent_parts(office) == [3, 5]
     connections.room["W0"] = 9
     traffic.send_queued(0.0)
-    assert (sent_parts(office), traffic.has_unsent, traffic.everything_sent) == (
+    assert (sent_parts(office), bool(traffic.unsent), traffic.everything_sent) == (
         [4, 2],
         False,
         True,
@@ -168,7 +168,7 @@ def test_a_server_is_not_done_while_values_wait(server: Any) -> None:
     _, connections, traffic = server
     traffic.serve(SimpleNamespace(has_waiting=lambda rank: False, is_applying=False), None)
     traffic.carry_out([value(1)])
-    assert (traffic.has_unsent, traffic.everything_sent) == (True, False)
+    assert (bool(traffic.unsent), traffic.everything_sent) == (True, False)
     assert (traffic.has_waiting(FIRST.node), traffic.has_waiting(SECOND.node)) == (True, False)
     connections.room["W0"] = 1
     traffic.send_queued(0.0)
@@ -181,11 +181,11 @@ def test_another_process_in_the_seat_does_not_get_values_for_the_lost_one(server
     office.membership.uids[FIRST.node] = "W0 again"
     connections.room.update({"W0": 9, "W0 again": 9})
     traffic.send_queued(0.0)
-    assert (sent_parts(office), traffic.has_unsent) == ([], False)
+    assert (sent_parts(office), bool(traffic.unsent)) == ([], False)
 
 
 def test_a_worker_that_is_gone_gets_nothing(server: Any) -> None:
     office, _, traffic = server
     del office.membership.uids[FIRST.node]
     traffic.carry_out([value(1)])
-    assert (office.sent, traffic.has_unsent) == ([], False)
+    assert (office.sent, bool(traffic.unsent)) == ([], False)

@@ -118,12 +118,12 @@ def test_a_message_that_was_sent_again_is_not_measured() -> None:
     repeated.repeats(1.0)
     for channel in (measured, repeated):
         channel.accepted(1, (), 1.001)
-    assert measured.window_bytes == MIB + math.floor(MIB / 1.001 * (1.001 + AHEAD_S))
-    assert repeated.window_bytes == FIRST_BYTES
+    assert measured.window.nbytes == MIB + math.floor(MIB / 1.001 * (1.001 + AHEAD_S))
+    assert repeated.window.nbytes == FIRST_BYTES
 
 
 def test_small_messages_are_not_measured() -> None:
     channel = Channel(0.5, MOST)
     channel.number(Accepted(), (), 0, 1, 0.0)
     channel.accepted(1, (), 100.0)
-    assert channel.window_bytes == FIRST_BYTES
+    assert channel.window.nbytes == FIRST_BYTES
