@@ -192,7 +192,7 @@ class Optimizer(metaclass=OptimizerKind):
             return
         if schedule.base_lr is not None:
             counts = self.rate_counts == "always"
-            counts = counts or (self.rate_counts == "given" and self._values()["_is_rate_given"])
+            counts = counts or (self.rate_counts == "given" and vars(self)["_is_rate_given"])
             if not (counts and schedule.gives_way):
                 object.__setattr__(self, "learning_rate", schedule.base_lr)
             schedule = dataclasses.replace(schedule, base_lr=None)
@@ -309,14 +309,11 @@ class Optimizer(metaclass=OptimizerKind):
             if self.lr_scheduler is not None:
                 changes["lr_scheduler"] = ScaledScheduler(self.lr_scheduler, lr_mult, base)
         if self.wd_mult:
-            changes["wd"] = self._values()["wd"] * wd_mult
+            changes["wd"] = vars(self)["wd"] * wd_mult
         return self.replace(**changes)
 
-    def _values(self) -> dict[str, Any]:
-        return vars(self)
-
     def _base_rate(self) -> float:
-        base = self._values().get("learning_rate")
+        base = vars(self).get("learning_rate")
         if base is None:
             raise OptimizerParameterError(f"{type(self).__name__} does not have a learning_rate")
         return float(base)

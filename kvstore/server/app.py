@@ -21,7 +21,7 @@ from kvstore.protocol.requests import StoreCall, pack, unpack
 from kvstore.server.dense import DenseStores
 from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.memory import Part, StoreState
-from kvstore.server.part_table import PartTable
+from kvstore.server.part_table import joined, neighbours
 from kvstore.server.row_part import RowPart
 from kvstore.server.rows import RowStores, taken
 from kvstore.server.sparse import KeyPart, answer_cut
@@ -111,7 +111,6 @@ class ServerStores:
         config = node.config
         self._node = node
         self._import_errors = import_errors
-        self._ranks = tuple(range(config.num_workers))
         self._stores: dict[int, StoreState] = {}
         self._num_rounds = 0
         #: Worker -> the step that another process would have to repeat (``dist/kept_steps.py``).
@@ -131,9 +130,8 @@ class ServerStores:
         self._dense = DenseStores(node, self._plane, self._store, numbers, lanes)
         self._rows = RowStores(self._plane, self._store, self._optimizer_of, numbers.own, lanes)
         # Frequent calls that only concern dense parts go straight to them.
-        self.check = self._dense.check
-        self.read = self._dense.read
-        self.read_again = self._dense.read_again
+        parts = self._parts = self._dense.parts
+        self.check, self.read, self.read_again = parts.check, parts.read, parts.read_again
         node.traffic.serve(self._plane, self._carry_out)
         node.traffic.add_owner(self)
         self._calls: dict[int, Callable[[Incoming], None]] = {
@@ -148,10 +146,6 @@ class ServerStores:
             **self._dense.calls,
             **self._rows.calls,
         }
-
-    @property
-    def _parts(self) -> PartTable:
-        return self._dense.parts
 
     def name_of(self, part: int) -> str | None:
         """Return the key or table of a part, for reports.
@@ -168,18 +162,29 @@ class ServerStores:
 
     def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
-        num_rounds = 0
-        for job in jobs:
-            if job.is_formed:
-                return [self._apply_formed(job) for job in jobs]
-            num_rounds += len(job.parts)
+        if len(jobs) > 1:
+            return self._apply_several(jobs)
+        (job,) = jobs
         # Only a statistic: if threads race and lose a count, it does no harm.
-        self._num_rounds += num_rounds
-        return self._dense.apply(jobs)
+        self._num_rounds += len(job.parts)
+        if job.is_formed:
+            return [self._rows.apply(job, self._parts.get(job.parts[0]))]
+        return [self._parts.apply(job)]
+
+    def _apply_several(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Apply several jobs; neighbours among them as one."""
+        outcomes: list[Outcome] = []
+        for group in neighbours(jobs):
+            (outcome,) = self.apply([joined(group)])
+            stop = 0
+            for job in group:
+                start, stop = stop, stop + len(job.parts)
+                outcomes.append(None if outcome is None else outcome[start:stop])
+        return outcomes
 
     def summed(self, jobs: Sequence[Job]) -> list[Job]:
         """Replace contributions by their sums where these are shorter."""
-        return [job if job.is_formed else self._dense.summed(job) for job in jobs]
+        return [job if job.is_formed else self._parts.summed(job) for job in jobs]
 
     def copy_state(self) -> list[StateRecord] | None:
         """Return the state of all stores as requests for a new standby."""
@@ -201,12 +206,6 @@ class ServerStores:
             sender = node_id(Role.WORKER, rank)
             records.append(StateRecord(sender, StoreCall.KEEP_STEP, body, frames))
         return records
-
-    def _apply_formed(self, job: Job) -> Outcome:
-        if not job.is_formed:
-            return self.apply([job])[0]
-        self._num_rounds += 1
-        return self._rows.apply(job, self._parts.get(job.parts[0]))
 
     def take(self, part: int, form: int, piece: Piece, *, is_push: bool) -> Formed:
         """Check a push or a request of rows and return it; see ``row_part.py``."""
@@ -257,9 +256,9 @@ class ServerStores:
     def _store(self, number: int, synchronous: bool) -> StoreState:
         found = self._stores.get(number)
         if found is None:
-            ranks = self._ranks if synchronous else None
-            keeps_previous = self._node.config.rejoin_timeout_s > 0
-            found = self._stores[number] = StoreState(ranks, keeps_previous)
+            config = self._node.config
+            ranks = tuple(range(config.num_workers)) if synchronous else None
+            found = self._stores[number] = StoreState(ranks, config.rejoin_timeout_s > 0)
         return found
 
     def _delete(self, incoming: Incoming) -> None:
@@ -277,7 +276,7 @@ class ServerStores:
 
     def _forget(self, parts: Sequence[Any]) -> None:
         for number_of_part in parts:
-            part = self._dense.remove(number_of_part) or self._rows.remove(number_of_part)
+            part = self._parts.remove(number_of_part) or self._rows.remove(number_of_part)
             if part is None:
                 continue
             if isinstance(part, (Part, KeyPart)):

@@ -9,13 +9,12 @@ no value is read or written while it is updated. Read next: ``part_table.py`` fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
-from kvstore.arrays.cpu.threads import Cores
 from kvstore.compression import Compression
 from kvstore.protocol.requests import (
     PartEntry,
@@ -26,32 +25,16 @@ from kvstore.protocol.requests import (
     unpack,
     unpack_parts,
 )
-from kvstore.server.apply import add_up_stretch, can_be_summed
 from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.malloc import LateReturn
 from kvstore.server.memory import Arena, Part, StoreState
 from kvstore.server.part_table import PartTable
 from pslite import Incoming, Postoffice
 from pslite.errors import UsageError, unexpected
-from pslite.plane import Batch, Ints, Job, Outcome, Piece, ServerPlane, StateRecord, cut
-
-#: At most this many unused copies are kept, such as those of parts that are now pulled separately.
-_MAX_COPIES = 16
+from pslite.plane import Piece, ServerPlane, StateRecord, cut
 
 _ALIGNMENT = 64
 """A cache line: where arenas begin, except in the middle of a key."""
-
-
-class _ReadCopy(NamedTuple):
-    """Values of some parts, and their arenas' numbers of changes at that time."""
-
-    values: Flat
-    changes: Mapping[Arena, int]
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the parts still have these values."""
-        return all(arena.changes == count for arena, count in self.changes.items())
 
 
 class DenseStores:
@@ -65,14 +48,12 @@ class DenseStores:
         numbers: LaneNumbers,
         lanes: Lanes,
     ) -> None:
-        self.parts = PartTable()
+        self.parts = PartTable(node.buffer)
         self._allocate = node.buffer
         self._plane = plane
         self._store_of = store_of
         self._numbers = numbers
         self._lanes = lanes
-        #: Parts -> their values right after an update, until ``read`` returns them.
-        self._copies: dict[Ints, _ReadCopy] = {}
         self._late_return = LateReturn(node.clock, node.io_queue.look_after_each_step)
         self.calls: dict[int, Callable[[Incoming], None]] = {
             StoreCall.INIT: self._init,
@@ -82,89 +63,6 @@ class DenseStores:
             StoreCall.COPY_PARTS: self._take_counts,
             StoreCall.COPY_STATE: self._take_state,
         }
-
-    def remove(self, number: int) -> Part | None:
-        """Remove a part; return it, if it was there."""
-        self._copies.clear()
-        return self.parts.remove(number)
-
-    # -- rounds ------------------------------------------------------------------------
-
-    def apply(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Apply complete rounds. On the pool thread of the parts' lane; never raises."""
-        copies = [self._room_for_copy(job) if job.wanted else None for job in jobs]
-        outcomes = self.parts.apply(jobs, copies)
-        for job, copy, outcome in zip(jobs, copies, outcomes, strict=True):
-            if copy is not None and outcome is None:
-                if len(self._copies) >= _MAX_COPIES:
-                    self._copies.clear()
-                arenas = {part.arena for part in map(self.parts.get, job.parts) if part}
-                self._copies[job.parts] = _ReadCopy(copy, {each: each.changes for each in arenas})
-        return outcomes
-
-    def summed(self, job: Job) -> Job:
-        """Return a job with the sum of its contributions, or the job itself.
-
-        That is so for encoded and 16-bit contributions: a sum in their dtype would lose bits.
-        """
-        batch = job.batch
-        stretches = self.parts.stretches(job)
-        if stretches is None or len(batch.payloads) < 2 or not all(map(can_be_summed, stretches)):
-            return job
-        total = self._allocate(sum(job.push_sizes))
-        for stretch in stretches:
-            add_up_stretch(stretch, batch.payloads, total)
-        return job._replace(batch=Batch(batch.rounds, (Piece(total.data, 0, len(total)),)))
-
-    def _room_for_copy(self, job: Job) -> Flat | None:
-        """Return memory for a copy of asynchronous values; None for values sent uncopied."""
-        part = self.parts.get(job.parts[0])
-        if part is None or part.arena.store.ranks is not None:
-            return None
-        if part.arena.store.compression.rules:
-            return None  # encoded values are not copied during an update
-        return self._allocate(sum(job.sizes))
-
-    def check(self, part: int, piece: Piece) -> None:
-        """Check an encoded contribution; see ``memory.py``."""
-        found = self.parts.get(part)
-        if found is not None:
-            found.check_push(bytes_of(piece))
-
-    def read(self, parts: Sequence[int]) -> list[Any]:
-        """Return frames with the parts' values in order; neighbours share a frame."""
-        copied = self._copies.pop(tuple(parts), None)
-        if copied is not None and copied.is_current:
-            return [copied.values.data]
-        frames = []
-        for arena, start, stop, part in self.parts.frames(tuple(parts)):
-            if part is not None:
-                frames.append(part.encoded(self._allocate).data)
-                continue
-            values = arena.weight[start:stop].view(np.uint8)
-            # A synchronous value stays unchanged until all workers that requested it have it; an
-            # asynchronous one may change as soon as this returns.
-            if arena.store.ranks is None:
-                copy = self._allocate(len(values))
-                copy[:] = values
-                values = copy
-            frames.append(values.data)
-        return frames
-
-    def read_again(self, parts: Sequence[int], *, before_last: bool) -> list[Any]:
-        """Return copies of the parts' values, or of those before their last rounds."""
-        frames = []
-        for arena, start, stop, part in self.parts.frames(tuple(parts)):
-            source = arena.weight if arena.previous is None or not before_last else arena.previous
-            values = source[start:stop]
-            if part is not None and part.rule.pull is not None:
-                copy = self._allocate(part.pull_bytes)
-                part.rule.pull.encode(values, copy, cores=Cores(1))
-            else:
-                copy = self._allocate(values.nbytes)
-                copy[:] = values.view(np.uint8)
-            frames.append(copy.data)
-        return frames
 
     # -- requests ----------------------------------------------------------------------
 
@@ -243,7 +141,6 @@ class DenseStores:
                 )
         if not only_check:
             store.compression = compression
-            self._copies.clear()
             for part in mine:
                 part.set_rule(chosen[part.entry.part])
                 self._plane.resize_part(
@@ -312,7 +209,9 @@ class DenseStores:
             entries = pack_parts([part.entry for part in parts])
             body = pack(number, store.ranks is not None, entries, rules, [len(parts)])
             yield StateRecord(0, StoreCall.INIT, body, [self._copied(arena.weight, parts)])
-            arrays = [*enumerate(states), (-1, arena.previous)]
+            # As long as nothing has changed, the values before are those that INIT brings.
+            previous = arena.previous if arena.changes else None
+            arrays = [*enumerate(states), (-1, previous)]
             for index, array in arrays:
                 if array is not None:
                     copied = [self._copied(array, parts)]
@@ -346,7 +245,6 @@ class DenseStores:
         numbers, index = unpack(incoming.body, list, int)
         parts = self._found(numbers)
         arena = parts[0].arena
-        arena.keep_previous(slice(0, 0))
         array = arena.previous if index < 0 else arena.state(arena.store.optimizer)[index]
         if array is None or array.nbytes != len(incoming.frames[0]):
             raise unexpected("an array of the size of the parts", len(incoming.frames[0]))

@@ -1,9 +1,9 @@
 """The memory of a server: the values of parts and their optimizer states.
 
 Small parts that were created together are stored together in one ``Arena``, so that neighbours
-whose rounds complete at the same time are updated as one array (``apply.py``). All work on an
+whose rounds complete at the same time are updated as one array (``part_table.py``). All work on an
 arena's memory is done on the pool thread of its lane, so nothing here has a lock. Pure: no
-sockets, no clock. Read next: ``part_table.py``, which finds parts and applies rounds to them.
+sockets, no clock. Read next: ``part_table.py``.
 """
 
 from __future__ import annotations
@@ -93,12 +93,11 @@ class Arena:
         self.weight: Flat = memory[:nbytes].view(dtype)
         self.workspace = Workspace()
         self.parts: list[Part] = []
-        #: The values before the last round of each part, if the store keeps them.
-        self.previous: Flat | None = None
         #: How often its memory was written; a copy with the same number is up to date.
         self.changes = 0
-        self._optimizer: Optimizer | None = None
-        self._state: tuple[Flat, ...] = ()
+        #: The optimizer that has updated it, and its states.
+        self.optimizer: Optimizer | None = None
+        self.states: tuple[Flat, ...] = ()
         raw = self.weight.view(np.uint8)
         start = 0
         for entry, value in zip(entries, values, strict=True):
@@ -106,33 +105,30 @@ class Arena:
             raw[start * dtype.itemsize : stop * dtype.itemsize] = value
             self.parts.append(Part(self, entry, start, stop))
             start = stop
+        #: The values before the last round of each part, if the store keeps them.
+        self.previous: Flat | None = None
+        if store.keeps_previous and store.ranks is not None:
+            self.previous = self.weight.copy()
 
     def state(self, optimizer: Optimizer | None) -> tuple[Flat, ...]:
         """Return the arrays of the state, first converted for a new ``optimizer``.
 
         With None the state stays unchanged. Runs on the lane's thread.
         """
-        if optimizer is not self._optimizer and optimizer is not None:
-            self._state, kept = states.take_over(
-                optimizer, self._optimizer, self.weight, self._state, 1
+        if optimizer is not self.optimizer and optimizer is not None:
+            self.states, kept = states.take_over(
+                optimizer, self.optimizer, self.weight, self.states, 1
             )
             if not kept:
                 for part in self.parts:
                     part.count = 0
-            self._optimizer = optimizer
-        return self._state
-
-    def keep_previous(self, some: slice) -> None:
-        """Keep the present values of some elements, if the store asks for that."""
-        if self.store.keeps_previous and self.store.ranks is not None:
-            if self.previous is None:
-                self.previous = np.empty_like(self.weight)
-            self.previous[some] = self.weight[some]
+            self.optimizer = optimizer
+        return self.states
 
     @property
     def state_bytes(self) -> int:
         """The size of the optimizer's state so far."""
-        return sum(array.nbytes for array in self._state)
+        return sum(array.nbytes for array in self.states)
 
 
 @dataclass(eq=False, slots=True)

@@ -312,7 +312,8 @@ def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
         base.check_dtype(dtype)
         optimizer = base.for_key(part.entry.key, part.entry.width)
     states = part.state(base)
-    arena.keep_previous(slice(part.start, part.stop))
+    if arena.previous is not None:
+        arena.previous[part.start : part.stop] = part.weight
     arena.changes += 1
     update_part(
         cuts.pop(),

@@ -42,10 +42,10 @@ from pslite.plane.interface import (
     ServerApp,
     StateRecord,
     cut,
-    cuts_of,
     frames_of,
     piece_from,
     piece_of,
+    side_by_side,
 )
 from pslite.plane.server import ServerPlane
 from pslite.plane.transfer import Sink, Transfer
@@ -73,8 +73,8 @@ __all__ = [
     "Transfer",
     "WorkerPlane",
     "cut",
-    "cuts_of",
     "frames_of",
     "piece_from",
     "piece_of",
+    "side_by_side",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from typing import Any, NamedTuple, Protocol
 
 from pslite.errors import ProtocolError
@@ -77,13 +77,22 @@ def piece_of(piece: Piece, start: int, stop: int) -> Piece:
     return Piece(piece.frame, start, stop)
 
 
-def cuts_of(pieces: Sequence[Piece]) -> list[int]:
-    """Return the offsets in these equally long pieces at which a frame ends."""
-    cuts: set[int] = set()
-    for frame, start, stop in pieces:
+def side_by_side(
+    pieces: Sequence[Piece], start: int, stop: int
+) -> list[tuple[int, int, list[Piece]]]:
+    """Return the bytes [start, stop) of pieces, cut wherever a frame ends.
+
+    The result has (start, stop, these bytes of each piece), in order. No result is of a ``Row``.
+    """
+    cuts = {start, stop}
+    for frame, begin, _ in pieces:
         if type(frame) is Row:
-            cuts.update(end - start for end in frame.stops if start < end < stop)
-    return sorted(cuts)
+            cuts.update(end - begin for end in frame.stops if start < end - begin < stop)
+    bounds = sorted(cuts)
+    return [
+        (start, stop, [piece_of(piece, start, stop) for piece in pieces])
+        for start, stop in pairwise(bounds)
+    ]
 
 
 def frames_of(piece: Piece) -> list[Buffer]:

@@ -366,15 +366,15 @@ def test_asynchronous_values_are_copied_with_the_update_and_never_sent_when_they
         kv.init(keys, [np.zeros(5, np.float32)] * 2)
         assert workers.cluster is not None
         app: Any = workers.cluster.servers[0].traffic._server.app  # type: ignore[union-attr]
-        dense = app._dense
-        made, kept = dense._copies, []
+        table = app._parts
+        made, kept = table._copies, []
 
         class Noting(dict[Any, Any]):
             def __setitem__(self, parts: Any, copy: Any) -> None:
                 kept.append((parts, copy))
                 super().__setitem__(parts, copy)
 
-        dense._copies = Noting(made)
+        table._copies = Noting(made)
         for step in range(1, 6):
             outs = [np.zeros(5, np.float32) for _ in keys]
             kv.pushpull(keys, [np.ones(5, np.float32)] * 2, out=outs)
@@ -382,10 +382,10 @@ def test_asynchronous_values_are_copied_with_the_update_and_never_sent_when_they
         parts, copy = kept[-1]
         assert len(parts) == 2
         assert copy.is_current
-        assert parts not in dense._copies
-        dense._copies[parts] = copy  # as if nobody had asked for it
+        assert parts not in table._copies
+        table._copies[parts] = copy  # as if nobody had asked for it
         assert [value.tolist() for value in kv.pull(keys)] == [[-5.0] * 5] * 2
-        dense._copies[parts] = copy
+        table._copies[parts] = copy
         kv.wait(kv.push_async("b", np.ones(5, np.float32)))
         assert [value.tolist() for value in kv.pull(keys)] == [[-5.0] * 5, [-6.0] * 5]
 

@@ -26,10 +26,9 @@ BUGS = [
     ),
     Bug(
         "the values before the last round are those before the last but one",
-        "kvstore/server/memory.py",
-        "            self.previous[some] = self.weight[some]\n",
-        "            if self.changes % 2:\n"
-        "                self.previous[some] = self.weight[some]\n",
+        "kvstore/server/part_table.py",
+        "            arena.previous[whole] = weight\n",
+        "            if arena.changes % 2:\n                arena.previous[whole] = weight\n",
         INSTANTS,
     ),
     Bug(
@@ -42,7 +41,7 @@ BUGS = [
     Bug(
         "rows of a dense key change without a copy of the values before",
         "kvstore/server/sparse.py",
-        "    arena.keep_previous(slice(part.start, part.stop))\n",
+        "        arena.previous[part.start : part.stop] = part.weight\n",
         "",
         INSTANTS,
     ),

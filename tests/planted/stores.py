@@ -28,7 +28,7 @@ BUGS = [
     ),
     Bug(
         "an asynchronous value is sent from where it is updated",
-        "kvstore/server/dense.py",
+        "kvstore/server/part_table.py",
         "            if arena.store.ranks is None:\n                copy = ",
         "            if False:\n                copy = ",
         "tests/inproc/test_shared_memory.py",

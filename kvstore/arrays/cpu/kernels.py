@@ -39,7 +39,7 @@ _ASSIGN, SGD, MOMENTUM, ADAM, TORCH_MOMENTUM = range(5)
 _FLOAT32, _FLOAT64, _FLOAT16, _BFLOAT16 = range(4)
 
 _KINDS = {np.dtype("f4"): _FLOAT32, np.dtype("f8"): _FLOAT64, np.dtype("f2"): _FLOAT16}
-"""bfloat16 is added when it is first used."""
+"""The dtypes but for bfloat16, which is not one of NumPy's."""
 
 _WIDE = (np.dtype("f4"), np.dtype("f8"))
 
@@ -174,12 +174,12 @@ def apply(
     if optimizer is None:
         state = ()
     formula = _SUM if optimizer is None else _formula(optimizer, count)
-    kind, weight_kind = _kind(rows[0][0].dtype), _kind(weight.dtype)
-    if formula is None or not _meet(kind, weight_kind, weight, state):
+    kinds = _kinds(rows[0][0].dtype, weight.dtype)
+    if formula is None or kinds is None or any(array.dtype != kinds.state for array in state):
         return False
     if any(out.dtype != weight.dtype for row in outs for out in row):
         return False
-    done: bool = module.run(formula, weight_kind, kind, weight, state, rows, outs)
+    done: bool = module.run(formula, kinds.weight, kinds.values, weight, state, rows, outs)
     return done
 
 
@@ -230,12 +230,12 @@ def update_rows(
     module, formula = native(), _formula(optimizer, count)
     if module is None or formula is None or not weight.shape[1]:
         return False
-    kind, weight_kind = _kind(values[0].dtype), _kind(weight.dtype)
-    if not _meet(kind, weight_kind, weight, state):
+    kinds = _kinds(values[0].dtype, weight.dtype)
+    if kinds is None or any(array.dtype != kinds.state for array in state):
         return False
     width = weight.shape[1]
     done: bool = module.update_rows(
-        formula, weight_kind, kind, width, weight, state, places, values, at, *span
+        formula, kinds.weight, kinds.values, width, weight, state, places, values, at, *span
     )
     return done
 
@@ -294,14 +294,20 @@ def _formula(optimizer: object, count: int) -> Formula | None:
     return None if formula is None or 0.0 < formula.limit < _LEAST_LIMIT else formula
 
 
-def _meet(kind: int | None, weight_kind: int | None, weight: Array, state: Sequence[Array]) -> bool:
-    """Return whether the kernels support this contribution, weight and state."""
-    working = accumulation_dtype(weight.dtype)
-    return (kind, weight_kind) in _COMBINED and all(array.dtype == working for array in state)
+class _Kinds(NamedTuple):
+    """The kinds of contributions and weights, and the dtype that states must have."""
+
+    values: int
+    weight: int
+    state: np.dtype[Any]
+
+
+@cache
+def _kinds(values: np.dtype[Any], weight: np.dtype[Any]) -> _Kinds | None:
+    """Return the kinds of values and a weight; None if no kernel combines them."""
+    pair = _kind(values), _kind(weight)
+    return _Kinds(*pair, accumulation_dtype(weight)) if pair in _COMBINED else None
 
 
 def _kind(dtype: np.dtype[Any]) -> int | None:
-    found = _KINDS.get(dtype)
-    if found is None and is_bfloat16(dtype):
-        found = _KINDS[dtype] = _BFLOAT16
-    return found
+    return _BFLOAT16 if is_bfloat16(dtype) else _KINDS.get(dtype)

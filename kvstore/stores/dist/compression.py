@@ -3,8 +3,8 @@
 ``DistCompression`` encodes the values that a call pushes, part by part for each key, adds the
 positions of the encoded parts to plans (``plan.py``), and decodes the values that servers send
 encoded. The rules and codecs are in ``compression/``; servers handle encoded parts in
-``server/memory.py`` and ``server/apply.py``. Calls may come from any thread; nothing here waits.
-Read next: ``compression/config.py``.
+``server/memory.py`` and ``server/part_table.py``. Calls may come from any thread; nothing here
+waits. Read next: ``compression/config.py``.
 """
 
 from __future__ import annotations

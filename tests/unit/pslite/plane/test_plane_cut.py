@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pslite.errors import ProtocolError
-from pslite.plane import Piece, cut, cuts_of, frames_of, piece_from, piece_of
+from pslite.plane import Piece, cut, frames_of, piece_from, piece_of, side_by_side
 from pslite.plane.interface import Row
 
 
@@ -90,19 +88,21 @@ def test_several_frames_are_read_as_if_they_were_one(
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
     piece = piece_of(Piece(row, 0, len(whole)), start, stop)
-    cuts = [0, *cuts_of([piece]), stop - start]
     found = b""
-    for begin, end in itertools.pairwise(cuts):
-        part = piece_of(piece, begin, end)
+    for begin, end, (part,) in side_by_side([piece], 0, stop - start):
         assert part.frame in frames  # so it is a frame, and no row
+        assert begin == len(found)
         found += part.frame[part.start : part.stop]
+        assert end == len(found)
     assert (bytes(row), len(row), found) == (whole, len(whole), whole[start:stop])
 
 
 def test_frames_of_several_senders_are_cut_where_any_of_them_ends() -> None:
     pieces = [Piece(Row([b"ab", b"cdef"]), 0, 6), Piece(b"......", 0, 6)]
     pieces.append(Piece(Row([b".", b"abcd", b"ef."]), 1, 7))
-    assert cuts_of(pieces) == [2, 4]
+    found = side_by_side(pieces, 1, 6)
+    assert [(start, stop) for start, stop, _ in found] == [(1, 2), (2, 4), (4, 6)]
+    assert found[1][2] == [Piece(b"cdef", 0, 2), Piece(b"......", 2, 4), Piece(b"abcd", 2, 4)]
 
 
 # -- pieces as the frames of a record -----------------------------------------------------
@@ -153,12 +153,12 @@ def test_one_received_frame_is_a_piece_of_itself_and_several_are_a_row() -> None
     assert piece_from([memory.data])[1:] == (0, 8)
     piece = piece_from([b"ab", b"cde"])
     assert (type(piece.frame), piece.start, piece.stop) == (Row, 0, 5)
-    assert cuts_of([piece]) == [2]
+    assert [part[:2] for part in side_by_side([piece], 0, 5)] == [(0, 2), (2, 5)]
     assert piece_of(piece, 2, 5) == Piece(memoryview(b"cde"), 0, 3)
 
 
 def test_a_payload_without_bytes_has_no_bytes_on_the_other_side() -> None:
     for frames in (list[bytes](), [b""], [b"", b""]):
         piece = piece_from(frames)
-        assert (piece.start, piece.stop, cuts_of([piece])) == (0, 0, [])
+        assert (piece.start, piece.stop, side_by_side([piece], 0, 0)) == (0, 0, [])
         assert b"".join(map(bytes, frames_of(piece))) == b""
