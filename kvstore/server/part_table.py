@@ -89,12 +89,14 @@ class Stretch:
             apply_round(weight, [total], optimizer, states, count, arena.workspace)
             return
         # A worker's values may come in several frames: take pieces that end where a frame ends.
-        for start, stop, values in side_by_side(payloads, self.offset, self.offset + self.nbytes):
-            begin, end = start - self.offset, stop - self.offset
-            some = slice(begin // dtype.itemsize, end // dtype.itemsize)
+        begin = 0
+        for start, stop, pieces in side_by_side(payloads, self.offset, self.offset + self.nbytes):
+            length = (stop - start) // dtype.itemsize
+            some = slice(begin, begin + length)
+            begin += length
             apply_round(
                 weight[some],
-                [bytes_of(piece).view(dtype) for piece in values],
+                [np.frombuffer(frame, dtype, length, offset) for frame, offset, _ in pieces],
                 optimizer,
                 [array[some] for array in states],
                 count,
@@ -131,8 +133,8 @@ class Stretch:
     def add_up(self, payloads: Sequence[Piece], total: Flat) -> None:
         """Add up contributions to the list of parts, into their place in ``total``."""
         dtype = self.arena.weight.dtype
-        for start, stop, values in side_by_side(payloads, self.offset, self.offset + self.nbytes):
-            contributions = [bytes_of(piece).view(dtype) for piece in values]
+        for start, stop, pieces in side_by_side(payloads, self.offset, self.offset + self.nbytes):
+            contributions = [bytes_of(piece).view(dtype) for piece in pieces]
             sum_in_order(contributions, total[start:stop].view(dtype), self.arena.workspace)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from pslite.errors import NodeLostError, ProtocolError, PSError, UsageError, told
 from pslite.future import Future
-from pslite.ids import SCHEDULER_ID, NodeInfo, Role, node_id, rank_of, role_of
+from pslite.ids import SCHEDULER_ID, NodeInfo, Role, node_id, worker_rank
 from pslite.node.customer import Handler, Incoming
 from pslite.node.links import Delivery
 from pslite.node.office import Office
@@ -28,7 +28,6 @@ from pslite.plane import (
     Ints,
     Job,
     OpenRound,
-    Outcome,
     Run,
     Send,
     ServerPlane,
@@ -112,13 +111,12 @@ class Traffic:
         ``handle`` carries out requests that ``replicate`` has passed to a standby.
         """
         self._server = plane
-        apply = partial(_outcomes, plane)
         if self._office.config.standbys:
             self.primary = Primary(
-                self._office, plane, apply, self._execute, self.carry_out, self._answers
+                self._office, plane, self._execute, self.carry_out, self._answers
             )
         if self._office.config.stands_by:
-            self.standby = Standby(self._office, plane, apply, self._execute, handle, self._answers)
+            self.standby = Standby(self._office, plane, self._execute, handle, self._answers)
 
     def begin_with(self, standby: NodeInfo) -> None:
         """Let a standby repeat all that this server does, from its beginning."""
@@ -230,9 +228,9 @@ class Traffic:
         """Handle one of ``MESSAGES``, from a node of the roster."""
         message = delivery.message
         if isinstance(message, Exchange):
-            if self._server is None or role_of(node) is not Role.WORKER:
+            rank = worker_rank(node)
+            if self._server is None or rank is None:
                 raise UsageError("only workers exchange data, and only with servers")
-            rank = rank_of(node)
             if self._office.error is not None:
                 refusal = self._refusal(message, self._office.error)
                 self.carry_out(self._server.refuse(rank, message, refusal))
@@ -276,7 +274,7 @@ class Traffic:
             while queue and self._office.links.has_room(uid):
                 *_, node, effect = heapq.heappop(queue)
                 if self._office.membership.uids.get(node) == uid:  # else it was lost
-                    self._send_now(node, effect)
+                    self._send(node, effect)
             if not queue:
                 del self.unsent[uid]
         plane, office = self.worker, self._office
@@ -304,10 +302,11 @@ class Traffic:
 
     def has_waiting(self, node: int) -> bool:
         """Return whether the worker ``node`` waits for an answer from this server."""
-        if self._server is None or role_of(node) is not Role.WORKER:
+        rank = worker_rank(node)
+        if self._server is None or rank is None:
             return False
         is_queued = self._office.membership.uids.get(node) in self.unsent
-        return is_queued or self._server.has_waiting(rank_of(node))
+        return is_queued or self._server.has_waiting(rank)
 
     def tick(self, now: float) -> None:
         """Report a server's rounds that have been open for a long time."""
@@ -317,9 +316,10 @@ class Traffic:
     def departed(self, node: int, error: BaseException, *, left: bool) -> None:
         """Act on the end of a node; with ``left``, it may still wait for answers."""
         self.worker.depart(node, error)
-        if self._server is not None and role_of(node) is Role.WORKER:
+        rank = worker_rank(node)
+        if self._server is not None and rank is not None:
             depart = self._server.leave if left else self._server.depart
-            self.carry_out(depart(rank_of(node), error))
+            self.carry_out(depart(rank, error))
         if node == SCHEDULER_ID:
             self._adopt_epoch()
             if self.primary is not None:  # which could have let the standby take over
@@ -327,10 +327,11 @@ class Traffic:
 
     def returned(self, node: int) -> None:
         """Go on with another process in the seat of a lost worker or server."""
-        if role_of(node) is Role.SERVER:
+        rank = worker_rank(node)
+        if rank is None:
             self.worker.reroute(node)
         elif self._server is not None:
-            self.carry_out(self._server.returned(rank_of(node)))
+            self.carry_out(self._server.returned(rank))
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin a later epoch, which the scheduler has announced."""
@@ -357,25 +358,35 @@ class Traffic:
         """Carry out effects of a server's plane. On the I/O thread."""
         for effect in effects:
             if isinstance(effect, Send):
-                self._send(node_id(Role.WORKER, effect.peer), effect)
-            else:
-                self._run_jobs(effect)
+                worker = node_id(Role.WORKER, effect.peer)
+                peer = self._office.membership.uids.get(worker)
+                if peer is None:
+                    continue  # it is gone
+                if effect.frames and not self._has_room(peer):
+                    self._put_off(peer, worker, effect)
+                else:
+                    self._send(worker, effect)
+            elif self.primary is not None:
+                self.primary.run(effect)
+            elif self._server is not None:
+                plane, jobs = self._server, effect.jobs
+                work = partial(plane.app.apply, jobs)
+                self._execute(effect, work, partial(self._finish, plane, jobs))
 
-    def _send(self, worker: int, effect: Send) -> None:
-        """Send a server's message to a worker, or queue its values until there is room."""
-        peer = self._office.membership.uids.get(worker)
-        if peer is None:
-            return
-        is_near = self._office.sharing.reaches(peer)  # it reads the values from this memory
-        has_room = peer not in self.unsent and self._office.links.has_room(peer)
-        if not effect.frames or is_near or has_room:
-            self._send_now(worker, effect)
-            return
+    def _has_room(self, peer: str) -> bool:
+        """Return whether values can be sent to a worker now."""
+        office = self._office
+        if office.sharing.reaches(peer):  # it reads the values from this memory
+            return True
+        return peer not in self.unsent and office.links.has_room(peer)
+
+    def _put_off(self, peer: str, worker: int, effect: Send) -> None:
+        """Queue values until there is room on the worker's connection."""
         self._num_queued += 1
         entry = (-effect.priority, self._num_queued, worker, effect)
         heapq.heappush(self.unsent.setdefault(peer, []), entry)
 
-    def _send_now(self, worker: int, effect: Send) -> None:
+    def _send(self, worker: int, effect: Send) -> None:
         """Send a server's message to a worker, or an error if it cannot be sent."""
         try:
             self._office.send(worker, effect.message, effect.frames)
@@ -389,29 +400,24 @@ class Traffic:
             failed = PartsFailed(answer.pushed, True, answer.parts, answer.rounds, *told(error))
             self._office.send(worker, failed)
 
-    def _run_jobs(self, run: Run) -> None:
-        plane = self._server
-        if plane is None:
-            return
-        if self.primary is not None:
-            self.primary.run(run)
-            return
-
-        def done(outcomes: Outcomes) -> None:
-            self.carry_out(plane.finished(run.jobs, outcomes))
-
-        self._execute(run, lambda: _outcomes(plane, run.jobs), done)
+    def _finish(self, plane: ServerPlane, jobs: Sequence[Job], outcomes: Outcomes) -> None:
+        self.carry_out(plane.finished(jobs, outcomes))
 
     def _execute(
         self, run: Run, work: Callable[[], Outcomes], done: Callable[[Outcomes], None]
     ) -> None:
         """Do ``work`` for a run on its lane; then call ``done``, on this thread."""
         office = self._office
-        if office.pool.is_idle(run.lane) and self._is_quick(run):
+        if self._is_quick(run):
             began = office.clock()
             outcomes = work()
             self._worked_at = office.clock()
-            self._note_speed(run.lane, is_slow=self._worked_at - began > _SLOW_S)
+            if self._worked_at - began > _SLOW_S:
+                if len(self._slow_jobs) >= _MOST_LANES:
+                    self._slow_jobs.clear()
+                self._slow_jobs[run.lane] += 1
+            else:
+                self._slow_jobs.pop(run.lane, None)
             done(outcomes)
             return
 
@@ -423,18 +429,9 @@ class Traffic:
 
         office.pool.submit(run.lane, in_pool)
 
-    def _note_speed(self, lane: int, *, is_slow: bool) -> None:
-        """Note whether a lane's job was slow, for a limited number of lanes."""
-        if is_slow:
-            if len(self._slow_jobs) >= _MOST_LANES:
-                self._slow_jobs.clear()
-            self._slow_jobs[lane] += 1
-        else:
-            self._slow_jobs.pop(lane, None)
-
     def _is_quick(self, run: Run) -> bool:
         """Return whether to run the jobs on this thread now."""
-        if self._slow_jobs[run.lane] >= _SLOW_IN_A_ROW:
+        if self._slow_jobs[run.lane] >= _SLOW_IN_A_ROW or not self._office.pool.is_idle(run.lane):
             return False
         nbytes = sum(sum(job.sizes) * len(job.batch.payloads) for job in run.jobs)
         is_lone = nbytes <= _LONE_BYTES and self._office.clock() - self._worked_at > _PAUSE_S
@@ -491,11 +488,3 @@ class Traffic:
             since = min(each.opened_at for each in alike if each.opened_at is not None)
             waits.append(Wait(what, round_, names, now - since))
         return waits
-
-
-def _outcomes(plane: ServerPlane, jobs: Sequence[Job]) -> Sequence[Outcome]:
-    """Call the app to apply jobs; on any thread."""
-    try:
-        return plane.app.apply(jobs)
-    except BaseException as error:  # an app must not raise; its callers must not hang
-        return [[error] * len(job.parts) for job in jobs]

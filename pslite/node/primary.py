@@ -18,7 +18,7 @@ from pslite.ids import SCHEDULER_ID, NodeInfo
 from pslite.node.customer import Handler, Incoming
 from pslite.node.office import Office
 from pslite.node.recorded_requests import Answers, Question, plain
-from pslite.node.standby import ANSWER, END, Apply, Execute, Outcomes, handled, nothing
+from pslite.node.standby import ANSWER, END, Execute, Outcomes, handled, nothing
 from pslite.plane import (
     Effect,
     Job,
@@ -59,7 +59,6 @@ class Primary:
         self,
         office: Office,
         plane: ServerPlane,
-        apply: Apply,
         execute: Execute,
         carry_out: Callable[[Sequence[Effect]], None],
         answers: Answers,
@@ -67,7 +66,6 @@ class Primary:
         self._office = office
         self._answers = answers
         self._plane = plane
-        self._apply = apply
         self._execute = execute
         self._carry_out = carry_out
         #: The process that stands by, or is being filled; None if there is none.
@@ -241,7 +239,7 @@ class Primary:
         def work() -> Outcomes:
             jobs = run.jobs if self.standby is None else self._summed(run.jobs)
             self._office.io_queue.call(partial(self._send, applying, jobs))
-            return self._apply(jobs)
+            return self._plane.app.apply(jobs)
 
         self._execute(run, work, partial(self._applied, applying))
 

@@ -18,7 +18,6 @@ from pslite.node.links import Delivery
 from pslite.node.office import Office
 from pslite.node.recorded_requests import Answers, response_from
 from pslite.plane import (
-    Job,
     Outcome,
     Run,
     ServerPlane,
@@ -36,7 +35,6 @@ ANSWER, END = -1, 0
 Outcomes = Sequence[Outcome]
 Execute = Callable[[Run, Callable[[], Outcomes], Callable[[Outcomes], None]], None]
 """Does work for the jobs of a run on their lane; then calls the last function, on this thread."""
-Apply = Callable[[Sequence[Job]], Outcomes]
 
 
 class Standby:
@@ -46,7 +44,6 @@ class Standby:
         self,
         office: Office,
         plane: ServerPlane,
-        apply: Apply,
         execute: Execute,
         handle: Handler,
         answers: Answers,
@@ -55,7 +52,6 @@ class Standby:
         self._office = office
         self._answers = answers
         self._plane = plane
-        self._apply = apply
         self._execute = execute
         self._handle = handle
         #: Its server; None before the scheduler has named it, and after it was lost.
@@ -138,7 +134,7 @@ class Standby:
             self._plane.copies.repeated(job)
             self._ended(record.number)
 
-        self._execute(Run(lane, [job]), partial(self._apply, [job]), done)
+        self._execute(Run(lane, [job]), partial(self._plane.app.apply, [job]), done)
 
     def _repeat_request(self, record: RequestRecord, frames: Sequence[Any]) -> None:
         if record.head == ANSWER:

@@ -105,7 +105,7 @@ def frames_of(piece: Piece) -> list[Buffer]:
 def piece_from(frames: Sequence[Buffer]) -> Piece:
     """Return received frames as one piece."""
     if len(frames) == 1:
-        frame = _as_bytes(frames[0])
+        frame = memoryview(frames[0]).cast("B")
         return Piece(frame, 0, len(frame))
     if not frames:
         return Piece(b"", 0, 0)
@@ -164,7 +164,7 @@ class ServerApp(Protocol):
         """Apply the contributions of each job, in order; return an outcome for each job.
 
         The jobs of a part always run on the same pool thread, and never at the same time as
-        ``read`` of that part. So a part needs no lock.
+        ``read`` of that part. So a part needs no lock. Never raises: that would end the node.
         """
 
     def summed(self, jobs: Sequence[Job]) -> list[Job]:

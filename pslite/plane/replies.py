@@ -6,7 +6,8 @@ Pure; used by ``server.py`` on the I/O thread.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ class Source(enum.IntEnum):
     """A copy of the current values, as a round may change them before they are sent."""
     BEFORE_LAST = 3
     """The values before the last round."""
+    FORMED = 4
+    """Values in the app's own form."""
 
 
 class Value(NamedTuple):
@@ -37,29 +40,61 @@ class Value(NamedTuple):
     sizes: Ints
     round: int
     version: int
-    wanted: Formed | None = None
-    """The request of a pull in the app's own form; None for a plain value."""
-    before_last: bool = False
-    """Whether that pull gets the values before the last round."""
     priority: int = 0
+
+
+@dataclass(slots=True)
+class _OpenAnswer:
+    """An answer to one worker that is being put together."""
+
+    values: list[Value] = field(default_factory=list)
+    nbytes: int = 0
+    num_parts: int = 0
+    frames: list[Buffer] = field(default_factory=list)
+    """The values in the app's own form; others are read when the message is made."""
 
 
 class Replies:
     """Collects the answers of one event, so that each worker gets few messages."""
 
-    def __init__(self) -> None:
-        #: (rank, pushed, which values) -> the parts to answer.
-        self.answers: dict[tuple[int, bool, Source], list[Value]] = {}
-        #: Rank -> pulls in the app's own forms.
-        self.formed: dict[int, list[Value]] = {}
+    def __init__(self, app: ServerApp, message_bytes: int) -> None:
+        self._app = app
+        self._message_bytes = message_bytes
+        #: (rank, pushed, which values) -> the messages with these.
+        self._answers: dict[tuple[int, bool, Source], list[_OpenAnswer]] = {}
         #: (rank, pushed, consumed, id of the error) -> the error and [(part, round)]
-        self.failures: dict[
+        self._failures: dict[
             tuple[int, bool, bool, int], tuple[BaseException, list[tuple[int, int]]]
         ] = {}
 
-    def answer(self, rank: int, pushed: bool, source: Source, entry: Value) -> None:
+    def answer(
+        self, rank: int, pushed: bool, source: Source, value: Value, frames: Sequence[Buffer] = ()
+    ) -> None:
         """Add parts to answer; ``source`` says which values to send with it."""
-        self.answers.setdefault((rank, pushed, source), []).append(entry)
+        messages = self._answers.setdefault((rank, pushed, source), [])
+        message = messages[-1] if messages else None
+        nbytes, num_parts = sum(value.sizes) if source else 0, len(value.parts)
+        if (
+            message is None
+            or message.nbytes + nbytes > self._message_bytes
+            or message.num_parts + num_parts > _MAX_PARTS
+        ):
+            message = _OpenAnswer()
+            messages.append(message)
+        message.values.append(value)
+        message.nbytes += nbytes
+        message.num_parts += num_parts
+        message.frames += frames
+
+    def answer_formed(self, rank: int, value: Value, wanted: Formed, *, before_last: bool) -> None:
+        """Answer the pull ``wanted`` of one part, in the app's own form."""
+        try:
+            frame = self._app.answer(value.parts[0], wanted, before_last=before_last)
+        except Exception as error:
+            self.fail(rank, False, True, error, value.parts, value.round)
+            return
+        value = value._replace(sizes=(memoryview(frame).nbytes,))
+        self.answer(rank, False, Source.FORMED, value, [frame])
 
     def fail(
         self,
@@ -72,89 +107,45 @@ class Replies:
     ) -> None:
         """Add failed parts; ``consumed`` says that their round number is used up."""
         key = (rank, pushed, consumed, id(error))
-        entries = self.failures.setdefault(key, (error, []))[1]
+        entries = self._failures.setdefault(key, (error, []))[1]
         entries += [(part, round_) for part in parts]
 
-    def sends(self, app: ServerApp, message_bytes: int) -> Iterator[Send]:
-        """Make messages to workers, each of at most ``message_bytes`` or of one entry."""
+    def take(self) -> list[Send]:
+        """Return the messages to workers and forget them."""
+        failures, self._failures = self._failures, {}
+        answers, self._answers = self._answers, {}
+        sends: list[Send] = []
         # Failures first: after a failed push, a worker gets the error before the pulled value.
-        for (rank, pushed, consumed, _), (error, failures) in self.failures.items():
-            for start in range(0, len(failures), _MAX_PARTS):
-                parts, rounds = zip(*failures[start : start + _MAX_PARTS], strict=True)
-                yield Send(rank, _failure(pushed, consumed, parts, rounds, error))
-        for (rank, pushed, source), entries in self.answers.items():
-            yield from _answers(app, message_bytes, rank, pushed, source, entries)
-        for rank, entries in self.formed.items():
-            yield from _answers(app, message_bytes, rank, False, Source.CURRENT, entries)
+        for (rank, pushed, consumed, _), (error, failed) in failures.items():
+            for start in range(0, len(failed), _MAX_PARTS):
+                parts, rounds = zip(*failed[start : start + _MAX_PARTS], strict=True)
+                refusal = PartsFailed(pushed, consumed, parts, rounds, *told(error))
+                sends.append(Send(rank, refusal))
+        for (rank, pushed, source), messages in answers.items():
+            sends += [self._send(rank, pushed, source, message) for message in messages]
+        return sends
 
-
-def _answers(
-    app: ServerApp,
-    message_bytes: int,
-    rank: int,
-    pushed: bool,
-    source: Source,
-    entries: Sequence[Value],
-) -> Iterator[Send]:
-    """Answer one worker, in messages of at most ``message_bytes``."""
-    group: list[Value] = []
-    frames: list[Buffer] = []
-    nbytes = count = 0
-    for entry in entries:
-        made: list[Buffer] = []
-        if entry.wanted is not None:
-            try:
-                is_before = entry.before_last
-                made = [app.answer(entry.parts[0], entry.wanted, before_last=is_before)]
-            except Exception as error:
-                yield Send(rank, _failure(False, True, entry.parts, (entry.round,), error))
-                continue
-            entry = entry._replace(sizes=(memoryview(made[0]).nbytes,))
-        size = sum(entry.sizes) if source else 0
-        if group and (nbytes + size > message_bytes or count + len(entry.parts) > _MAX_PARTS):
-            yield _answer(app, rank, pushed, source, group, frames)
-            group, frames, nbytes, count = [], [], 0, 0
-        group.append(entry)
-        frames += made
-        nbytes += size
-        count += len(entry.parts)
-    if group:
-        yield _answer(app, rank, pushed, source, group, frames)
-
-
-def _answer(
-    app: ServerApp,
-    rank: int,
-    pushed: bool,
-    source: Source,
-    entries: Sequence[Value],
-    frames: list[Buffer],
-) -> Send:
-    """Make one message; ``frames`` hold answers in the app's own forms, if any."""
-    if len(entries) == 1:
-        parts, sizes, round_, version, *_ = entries[0]
+    def _send(self, rank: int, pushed: bool, source: Source, message: _OpenAnswer) -> Send:
+        values = message.values
+        parts, sizes, round_, version, _ = values[0]
         rounds, versions = (round_,) * len(parts), (version,) * len(parts)
-    else:
-        parts = tuple(chain.from_iterable(entry.parts for entry in entries))
-        sizes = tuple(chain.from_iterable(entry.sizes for entry in entries))
-        rounds = _repeated(entries, [entry.round for entry in entries])
-        versions = _repeated(entries, [entry.version for entry in entries])
-    if source is Source.NONE:
-        return Send(rank, Answer(pushed, parts, rounds, versions, ()))
-    if source in (Source.COPY, Source.BEFORE_LAST):
-        frames = app.read_again(parts, before_last=source is Source.BEFORE_LAST)
-    answer = Answer(pushed, parts, rounds, versions, sizes)
-    priority = max(entry.priority for entry in entries)
-    return Send(rank, answer, frames or app.read(parts), priority)
+        if len(values) > 1:
+            parts = tuple(chain.from_iterable(value.parts for value in values))
+            sizes = tuple(chain.from_iterable(value.sizes for value in values))
+            rounds = _repeated(values, [value.round for value in values])
+            versions = _repeated(values, [value.version for value in values])
+        if source is Source.NONE:
+            return Send(rank, Answer(pushed, parts, rounds, versions, ()))
+        frames: Sequence[Buffer] = message.frames
+        if source is Source.CURRENT:
+            frames = self._app.read(parts)
+        elif source is not Source.FORMED:
+            frames = self._app.read_again(parts, before_last=source is Source.BEFORE_LAST)
+        priority = max(value.priority for value in values)
+        return Send(rank, Answer(pushed, parts, rounds, versions, sizes), frames, priority)
 
 
-def _repeated(entries: Sequence[Value], numbers: Sequence[int]) -> Ints:
-    """Repeat each number for each part of its entry."""
-    pairs = zip(entries, numbers, strict=True)
-    return tuple(chain.from_iterable(repeat(number, len(entry.parts)) for entry, number in pairs))
-
-
-def _failure(
-    pushed: bool, consumed: bool, parts: Ints, rounds: Ints, error: BaseException
-) -> PartsFailed:
-    return PartsFailed(pushed, consumed, parts, rounds, *told(error))
+def _repeated(values: Sequence[Value], numbers: Sequence[int]) -> Ints:
+    """Repeat each number for each part of its value."""
+    pairs = zip(values, numbers, strict=True)
+    return tuple(chain.from_iterable(repeat(number, len(value.parts)) for value, number in pairs))

@@ -21,6 +21,7 @@ from pslite.plane.interface import (
     Send,
     ServerApp,
     cut,
+    piece_from,
     piece_of,
 )
 from pslite.plane.part_copies import PartCopies
@@ -52,7 +53,8 @@ class ServerPlane:
         self.app = app
         self._keeps_previous = keeps_previous
         self._window = window
-        self._message_bytes = message_bytes
+        #: The answers of the event that is being handled.
+        self._replies = Replies(app, message_bytes)
         self._stall_report_s = stall_report_s
         self._parts = Parts()
         #: What a server with a standby, and the standby, ask of the parts.
@@ -119,11 +121,10 @@ class ServerPlane:
     def close_part(self, part: int, error: BaseException) -> list[Effect]:
         """Refuse requests for a part from now on; waiting requests get ``error``."""
         unit = self._parts.single(part)
-        replies = Replies()
         if unit is not None:
             self._parts.remove(part)
-            unit.give_up(error, replies)
-        return self._effects(replies, [])
+            unit.give_up(error, self._replies)
+        return self._effects()
 
     @property
     def num_waiting(self) -> int:
@@ -159,12 +160,6 @@ class ServerPlane:
         Raises ``ProtocolError`` if the message is malformed. Then it has had no effect, and the
         caller must answer it with ``refuse``.
         """
-        effects = self._take(rank, epoch, message, frames)
-        return effects + self._let_go(rank) if rank in self._leaving else effects
-
-    def _take(
-        self, rank: int, epoch: int, message: Exchange, frames: Sequence[Buffer]
-    ) -> list[Effect]:
         if message.push and (epoch < self.epoch or self._stale.get(rank)):
             self._note_stale(rank, message, is_stale=epoch < self.epoch)
         if epoch < self.epoch:
@@ -177,15 +172,15 @@ class ServerPlane:
                 )
             self._early.append((rank, epoch, message, frames))
             return []
-        replies = Replies()
         ready: list[Unit] = []
         if message.form:
-            self._take_formed(rank, message, frames, replies, ready)
+            self._take_formed(rank, message, frames, ready)
         elif message.push:
-            self._take_push(rank, message, frames, replies, ready)
+            self._take_push(rank, message, frames, ready)
         else:
-            self._take_pulls(rank, message, replies)
-        return self._effects(replies, ready)
+            self._take_pulls(rank, message)
+        effects = self._effects(ready)
+        return effects + self._let_go(rank) if rank in self._leaving else effects
 
     def _note_stale(self, rank: int, message: Exchange, *, is_stale: bool) -> None:
         """Note which pushes of a worker will arrive again; raise if they are too many."""
@@ -205,35 +200,33 @@ class ServerPlane:
 
         The round numbers of its pushes become free again, except for pushes that arrived before.
         """
-        replies = Replies()
         for part, round_ in zip(message.parts, message.rounds, strict=True):
             unit = self._parts.single(part)
             if not message.push:
-                replies.fail(rank, False, True, error, (part,), round_)
+                self._replies.fail(rank, False, True, error, (part,), round_)
             elif unit is None:
-                replies.fail(rank, True, False, error, (part,), round_)
+                self._replies.fail(rank, True, False, error, (part,), round_)
             elif not unit.rounds.knows(rank, round_):
-                unit.refuse(rank, round_, error, replies)
-        return self._effects(replies, [])
+                unit.refuse(rank, round_, error, self._replies)
+        return self._effects()
 
     def finished(self, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Effect]:
         """End the rounds of jobs that the pool has finished, including failed jobs."""
-        replies = Replies()
         ready: list[Unit] = []
         for job, outcome in zip(jobs, outcomes, strict=True):
             parts, batch = job.parts, job.batch
             unit = self._parts.units.get(parts[0])
             if outcome is None and unit is not None and unit.parts == parts:
-                unit.finish(batch, None, replies)
+                unit.finish(batch, None, self._replies)
                 ready.append(unit)
                 continue
             # The unit was split in the meantime, or must be split now because some parts failed.
             for part, error in zip(parts, outcome or [None] * len(parts), strict=True):
                 unit = self._parts.single(part)
                 if unit is not None:
-                    unit.finish(batch, error, replies)
+                    unit.finish(batch, error, self._replies)
                     ready.append(unit)
-        return self._effects(replies, ready)
+        return self._effects(ready)
 
     def leave(self, rank: int, error: BaseException) -> list[Effect]:
         """Remove a worker that said goodbye, once all its pushes have arrived."""
@@ -252,11 +245,10 @@ class ServerPlane:
         self._leaving.pop(rank, None)
         self._stale.pop(rank, None)
         self._gone[rank] = error
-        replies = Replies()
         for unit in self._parts.distinct():
             for other, round_ in unit.rounds.abandon(rank):
-                unit.refuse(other, round_, error, replies)
-        return self._effects(replies, [])
+                unit.refuse(other, round_, error, self._replies)
+        return self._effects()
 
     def returned(self, rank: int) -> list[Effect]:
         """Go on with another process in the seat of a lost worker.
@@ -266,26 +258,26 @@ class ServerPlane:
         for known in (self._gone, self._leaving, self._stale):
             known.pop(rank, None)
         self._early = [early for early in self._early if early[0] != rank]
-        replies = Replies()
         for unit in self._parts.distinct():
             unit.returned(rank)
             for gone, error in self._gone.items():  # other ranks may still block its rounds
                 for other, round_ in unit.rounds.abandon(gone):
-                    unit.refuse(other, round_, error, replies)
-        return self._effects(replies, [])
+                    unit.refuse(other, round_, error, self._replies)
+        return self._effects()
 
     def begin_epoch(self, epoch: int) -> list[Effect]:
         """Begin a later epoch, and handle its requests that arrived early."""
         self.epoch = epoch
         early, self._early = self._early, []
+        leaving, self._leaving = self._leaving, {}  # until all their requests are handled
         effects: list[Effect] = []
         for rank, their_epoch, message, frames in early:
             try:
-                effects += self._take(rank, their_epoch, message, frames)
+                effects += self.exchange(rank, their_epoch, message, frames)
             except ProtocolError as error:  # requests of other workers are not affected
                 effects += self.refuse(rank, message, error)
-        for rank in list(self._leaving):
-            effects += self._let_go(rank)
+        for rank, reason in leaving.items():
+            effects += self.leave(rank, reason)
         return effects
 
     def tick(self, now: float) -> list[Effect]:
@@ -305,7 +297,6 @@ class ServerPlane:
         rank: int,
         message: Exchange,
         frames: Sequence[Buffer],
-        replies: Replies,
         ready: list[Unit],
     ) -> None:
         parts, rounds, sizes = message.parts, message.rounds, message.sizes
@@ -315,32 +306,37 @@ class ServerPlane:
             )
         if frames and rounds and rounds.count(rounds[0]) == len(rounds):
             unit = self._parts.whole(parts)
-            is_fit = unit is not None and unit.push_sizes == sizes
-            piece = _whole_piece(unit, frames) if unit is not None and is_fit else None
-            if unit is not None and piece is not None and self._is_fine(unit, piece):
-                unit.priority = message.priority
-                if unit.contribute(rank, rounds[0], piece, message.pull, self._gone, replies):
-                    ready.append(unit)
-                return
+            if unit is not None and unit.push_sizes == sizes:
+                piece = piece_from(frames)
+                if self._is_fine(unit, piece):
+                    unit.priority = message.priority
+                    pull, gone = message.pull, self._gone
+                    if unit.contribute(rank, rounds[0], piece, pull, gone, self._replies):
+                        ready.append(unit)
+                    return
         pieces = cut(sizes, frames)
         for part, round_, size, piece in zip(parts, rounds, sizes, pieces, strict=True):
             unit = self._parts.single(part)
             if unit is None:
-                replies.fail(rank, True, False, _unknown(part), (part,), round_)
+                self._replies.fail(rank, True, False, _unknown(part), (part,), round_)
             elif unit.nbytes != size:
                 text = f"a push of part {part} must have {unit.nbytes} bytes, got {size}"
                 if unit.nbytes == NO_SIZE:
                     text = f"part {part} cannot be pushed as a plain value"
-                unit.refuse(rank, round_, UsageError(text), replies)
+                unit.refuse(rank, round_, UsageError(text), self._replies)
             elif (error := self._why_malformed(unit, part, piece)) is not None:
-                unit.refuse(rank, round_, error, replies)
+                unit.refuse(rank, round_, error, self._replies)
             else:
                 unit.priority = message.priority
-                if unit.contribute(rank, round_, piece, message.pull, self._gone, replies):
+                if unit.contribute(rank, round_, piece, message.pull, self._gone, self._replies):
                     ready.append(unit)
 
     def _is_fine(self, unit: Unit, piece: Piece) -> bool:
-        """Return whether the app accepts all parts of a push of a whole unit."""
+        """Return whether a payload has a whole unit, and the app accepts all its parts."""
+        if piece.stop != unit.nbytes:
+            return False
+        if type(piece.frame) is Row and not unit.stops.issuperset(piece.frame.stops):
+            return False
         if not unit.is_checked:
             return True
         start = 0
@@ -364,7 +360,6 @@ class ServerPlane:
         rank: int,
         message: Exchange,
         frames: Sequence[Buffer],
-        replies: Replies,
         ready: list[Unit],
     ) -> None:
         """Handle contributions or pulls in the app's own form, each part alone."""
@@ -378,23 +373,23 @@ class ServerPlane:
         for part, round_, piece in zip(message.parts, message.rounds, pieces, strict=True):
             unit = self._parts.single(part)
             if unit is None:
-                replies.fail(rank, is_push, not is_push, _unknown(part), (part,), round_)
+                self._replies.fail(rank, is_push, not is_push, _unknown(part), (part,), round_)
                 continue
             try:
                 formed = self.app.take(part, message.form, piece, is_push=is_push)
             except Exception as error:
                 if is_push:
-                    unit.refuse(rank, round_, error, replies)
+                    unit.refuse(rank, round_, error, self._replies)
                 else:
-                    replies.fail(rank, False, True, error, unit.parts, round_)
+                    self._replies.fail(rank, False, True, error, unit.parts, round_)
                 continue
             unit.priority = message.priority
             if not is_push:
-                unit.pull(rank, unit.parts, unit.sizes, round_, False, replies, formed)
-            elif unit.contribute(rank, round_, formed, False, self._gone, replies):
+                unit.pull(rank, unit.parts, unit.sizes, round_, False, self._replies, formed)
+            elif unit.contribute(rank, round_, formed, False, self._gone, self._replies):
                 ready.append(unit)
 
-    def _take_pulls(self, rank: int, message: Exchange, replies: Replies) -> None:
+    def _take_pulls(self, rank: int, message: Exchange) -> None:
         """Handle pulls: neighbouring parts of the same unit and round are one pull."""
         parts, rounds = message.parts, message.rounds
         start = 0
@@ -404,7 +399,8 @@ class ServerPlane:
                 error = _unknown(parts[start])
                 if unit is not None:
                     error = UsageError(f"part {parts[start]} cannot be pulled as a plain value")
-                replies.fail(rank, False, True, error, parts[start : start + 1], rounds[start])
+                unknown = parts[start : start + 1]
+                self._replies.fail(rank, False, True, error, unknown, rounds[start])
                 start += 1
                 continue
             stop = start + 1
@@ -417,11 +413,12 @@ class ServerPlane:
             unit.priority = message.priority
             asked = parts[start:stop]
             sizes = tuple(map(self._parts.sizes.__getitem__, asked))
-            unit.pull(rank, asked, sizes, rounds[start], False, replies)
+            unit.pull(rank, asked, sizes, rounds[start], False, self._replies)
             start = stop
 
-    def _effects(self, replies: Replies, ready: Iterable[Unit]) -> list[Effect]:
-        effects: list[Effect] = [*replies.sends(self.app, self._message_bytes)]
+    def _effects(self, ready: Iterable[Unit] = ()) -> list[Effect]:
+        """Return the answers, and the rounds of ``ready`` units that can be applied now."""
+        effects: list[Effect] = [*self._replies.take()]
         lanes: dict[int, list[Job]] = {}
         for unit in ready:
             batch = unit.rounds.start()
@@ -429,16 +426,6 @@ class ServerPlane:
                 lanes.setdefault(unit.lane, []).append(unit.job(batch))
         effects += [Run(lane, jobs) for lane, jobs in lanes.items()]
         return effects
-
-
-def _whole_piece(unit: Unit, frames: Sequence[Buffer]) -> Piece | None:
-    """Return the frames as one piece if they hold a whole unit; else None."""
-    if len(frames) == 1:
-        is_whole = memoryview(frames[0]).nbytes == unit.nbytes
-        return Piece(frames[0], 0, unit.nbytes) if is_whole else None
-    row = Row([memoryview(frame).cast("B") for frame in frames])
-    is_whole = len(row) == unit.nbytes and unit.stops.issuperset(row.stops)
-    return Piece(row, 0, unit.nbytes) if is_whole else None
 
 
 def _unknown(part: int) -> BaseException:

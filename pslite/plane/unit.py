@@ -151,10 +151,10 @@ class Unit:
         if refused:
             replies.fail(rank, pushed, True, refused[0], parts, after_round)
         elif self.rounds.readable(rank, after_round):
-            source = self._source(rank, after_round)
+            source = self._source(rank, after_round) if self.keeps_previous else Source.CURRENT
             is_before = source is Source.BEFORE_LAST
             version = self.rounds.version - is_before
-            value = Value(parts, sizes, after_round, version, wanted, is_before, self.priority)
+            value = Value(parts, sizes, after_round, version, self.priority)
             if source is Source.NONE:
                 error = UsageError(
                     f"the values after round {after_round} are no longer there, in round {version}:"
@@ -164,19 +164,19 @@ class Unit:
             elif wanted is None:
                 replies.answer(rank, pushed, source, value)
             else:
-                replies.formed.setdefault(rank, []).append(value)
+                replies.answer_formed(rank, value, wanted, before_last=is_before)
         else:
             self.pulls.append(WaitingPull(rank, parts, sizes, after_round, pushed, wanted))
 
     def _source(self, rank: int, after_round: int) -> Source:
         """Return which values a worker gets after its push of ``after_round``.
 
-        NONE means that they are gone.
+        NONE means that they are gone. The app has the values before the last round.
 
         If it has made a later push, its process was lost after that, and another one repeats the
         step. It gets what the first process got, and no round may change it on the way.
         """
-        if not self.keeps_previous or not self.rounds.knows(rank, after_round + 1):
+        if not self.rounds.knows(rank, after_round + 1):
             return Source.CURRENT
         if after_round == self.rounds.version:
             return Source.COPY
@@ -229,10 +229,13 @@ class Unit:
             if error is not None:
                 replies.fail(rank, True, True, error, self.parts, round_)
             else:
-                value = Value(self.parts, self.sizes, round_, version, priority=self.priority)
-                source = self._source(rank, round_) if wanted else Source.NONE
+                source = Source.CURRENT if wanted else Source.NONE
+                if wanted and self.keeps_previous:
+                    source = self._source(rank, round_)
+                value = Value(self.parts, self.sizes, round_, version, self.priority)
                 replies.answer(rank, True, source, value)
-        self._answer_pulls(replies)
+        if self.pulls:
+            self._answer_pulls(replies)
 
     def waiting(self) -> list[tuple[int, int]]:
         """Return (rank, round) of the pushes whose senders wait for the answer."""

@@ -20,7 +20,7 @@ BUGS = [
     Bug(
         "a process that comes back pulls the values of a later round",
         "pslite/plane/unit.py",
-        "if not self.keeps_previous or not self.rounds.knows(rank, after_round + 1):",
+        "if not self.rounds.knows(rank, after_round + 1):",
         "if True:",
         INSTANTS,
     ),
@@ -42,7 +42,7 @@ BUGS = [
         "rows of a dense key change without a copy of the values before",
         "kvstore/server/sparse.py",
         "        arena.previous[part.start : part.stop] = part.weight\n",
-        "",
+        "        pass\n",
         INSTANTS,
     ),
     Bug(

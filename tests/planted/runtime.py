@@ -122,16 +122,16 @@ BUGS = [
     Bug(
         "an update runs though its part is being read",
         "pslite/plane/server.py",
-        "                unit.finish(batch, None, replies)\n",
+        "                unit.finish(batch, None, self._replies)\n",
         "                self.app.apply([Job(unit.parts, unit.sizes, unit.push_sizes, batch)])\n"
-        "                unit.finish(batch, None, replies)\n",
+        "                unit.finish(batch, None, self._replies)\n",
         SEEDS,
     ),
     Bug(
         "who sends malformed rows never hears of it",
         "pslite/plane/server.py",
         "                if is_push:\n"
-        "                    unit.refuse(rank, round_, error, replies)\n"
+        "                    unit.refuse(rank, round_, error, self._replies)\n"
         "                else:\n",
         "                if not is_push:\n",
         "tests/unit/pslite/plane/test_plane_forms.py",

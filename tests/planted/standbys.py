@@ -45,8 +45,8 @@ BUGS = [
     Bug(
         "the sum for a standby has another order of ranks",
         "kvstore/server/part_table.py",
-        "contributions = [bytes_of(piece).view(dtype) for piece in values]\n",
-        "contributions = [bytes_of(piece).view(dtype) for piece in values[::-1]]\n",
+        "contributions = [bytes_of(piece).view(dtype) for piece in pieces]\n",
+        "contributions = [bytes_of(piece).view(dtype) for piece in pieces[::-1]]\n",
         f"{FILE}::test_the_sum_for_the_standby_has_the_order_of_ranks",
     ),
     Bug(

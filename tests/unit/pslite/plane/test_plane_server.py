@@ -251,11 +251,12 @@ def test_values_after_a_round_have_the_priority_of_its_last_push() -> None:
 
 def test_an_answer_of_several_parts_has_their_highest_priority() -> None:
     plane = make_server(CountingApp(), [0], 1, 2)
-    replies = Replies()
+    replies = Replies(plane.app, 64)
     for part, priority in ((1, -2), (2, 3)):
         entry = Value((part,), (8,), 0, 0, priority=priority)
         replies.answer(0, False, Source.CURRENT, entry)
-    assert priorities(list(replies.sends(plane.app, 64))) == [(0, 3)]
+    assert priorities(replies.take()) == [(0, 3)]
+    assert replies.take() == []
 
 
 def test_a_part_cannot_be_opened_twice() -> None:
