@@ -290,6 +290,21 @@ class Job:
         """All workers, with the same code; their rank is in DMLC_TASK_ID."""
         return [self.worker(rank, code) for rank in range(self.num_workers)]
 
+    def whole(self, code: str) -> str:
+        """Run a whole job by hand; return the lines of its workers as the launcher shows them.
+
+        Each process that a launcher starts imports all for itself, and these are forks.
+        """
+        scheduler, servers = self.service()
+        workers = self.workers(code)
+        processes = [*workers, *servers, scheduler]
+        assert [each.wait() for each in processes] == [0] * len(processes), self.output()
+        return "".join(
+            f"[worker {rank}] {line}\n"
+            for rank, worker in enumerate(workers)
+            for line in worker.lines
+        )
+
     def launch(self, code: str, *options: str) -> Process:
         """The launcher, which starts a job of its own whose workers run ``code``."""
         arguments = [

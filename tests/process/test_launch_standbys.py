@@ -63,6 +63,11 @@ def train_with_pauses(job: Job, victim: str, steps: tuple[int, ...], *options: s
     return job.launch(code, *options)
 
 
+def whole(job: Job) -> str:
+    """What the workers of a job print of which no process is killed."""
+    return job.whole(TRAIN.replace("        victim", "        pass").replace("STEPS", "()"))
+
+
 def again(text: str, count: int) -> str:
     """Return a pattern for lines of which ``count`` have this text."""
     return rf"(?s)(?:{text}.*){{{count}}}"
@@ -79,11 +84,11 @@ def without_logs(line: str) -> str:
 @pytest.mark.slow(reason="a server that is killed twice runs always")
 def test_a_server_that_is_killed_is_replaced_by_its_standby(make_job: MakeJob) -> None:
     job = make_job(2, 2)
-    whole = train(job, "        pass")
     ended = train(job, SERVER_1, "--standbys", "1")
-    assert [whole.wait(), ended.wait()] == [0, 0], job.output()
-    assert sums(ended.text) == sums(whole.text)
-    assert len(set(sums(whole.text))) == 1
+    expected = sums(whole(job))
+    assert ended.wait() == 0, job.output()
+    assert sums(ended.text) == expected
+    assert len(set(expected)) == 1
     assert re.search(
         r"\[launcher\] server 1 \(pid \d+\) ended with signal SIGKILL: standby 1 takes its place",
         ended.text,
@@ -112,8 +117,8 @@ def test_a_job_whose_standby_is_killed_goes_on(make_job: MakeJob) -> None:
 
 def test_a_server_whose_new_standby_is_filled_may_be_killed_again(make_job: MakeJob) -> None:
     job = make_job(2, 2)
-    whole = train(job, "        pass")
     ended = train_with_pauses(job, PAUSE, (3, 6), "--standbys", "1", "--restarts", "3")
+    expected = sums(whole(job))
     for kill_number in (1, 2):
         ended.wait_for(again("server 1 is", kill_number))
         pid = int(re.findall(r"server 1 is (\d+)", ended.text)[-1])
@@ -122,8 +127,8 @@ def test_a_server_whose_new_standby_is_filled_may_be_killed_again(make_job: Make
             job.allow("go3")  # its standby takes its place, and another one is filled, meanwhile
         ended.wait_for(again("has a standby again", kill_number))
     job.allow("go6")
-    assert [whole.wait(), ended.wait()] == [0, 0], job.output()
-    assert sums(ended.text) == sums(whole.text)
+    assert ended.wait() == 0, job.output()
+    assert sums(ended.text) == expected
     said = [line for line in ended.lines if line.startswith("[launcher] ")]
     assert [re.sub(r"\d{2,}", "N", without_logs(line)) for line in said[1:]] == [
         "[launcher] server 1 (pid N) ended with signal SIGKILL: standby 1 takes its place",

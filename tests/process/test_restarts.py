@@ -79,12 +79,11 @@ def at_step_7(job: Job, script: str, *options: str) -> tuple[str, Process]:
         found = script.replace("DIRECTORY", repr(str(job.directory / directory)))
         return found.replace("STOPS", str(stops))
 
-    whole = job.launch(filled("whole", stops=False))
     ended = job.launch(filled("ended", stops=True), *options)
-    assert whole.wait() == 0, whole.text
+    whole = job.whole(filled("whole", stops=False))
     for number in range(2):
         ended.wait_for(rf"\[worker {number}\] at step 7")
-    return whole.text, ended
+    return whole, ended
 
 
 FITS = pytest.mark.slow(reason="the same in one process: tests/inproc/test_fit_returning.py")
@@ -162,7 +161,7 @@ def test_a_stopped_worker_that_wakes_up_after_it_was_replaced_ends_with_an_error
     other = make_job(2, 1)
     other.allow("woken")
     other.allow("go")
-    expected = other.launch(STOPPED)
+    expected = other.whole(STOPPED)
     job = make_job(2, 1, PS_REJOIN_TIMEOUT="30", PS_LOST_AFTER="1", PS_HEARTBEAT_TIMEOUT="2")
     job.service()
     first, stopped = job.worker(0, STOPPED), job.worker(1, STOPPED)
@@ -179,7 +178,7 @@ def test_a_stopped_worker_that_wakes_up_after_it_was_replaced_ends_with_an_error
     )
     assert "it must not go on" in stopped.text
     job.allow("go")
-    assert [process.wait() for process in (first, replacing, expected)] == [0, 0, 0], job.output()
-    sums = re.findall(r"sum (\d+)", first.text + replacing.text + expected.text)
+    assert [process.wait() for process in (first, replacing)] == [0, 0], job.output()
+    sums = re.findall(r"sum (\d+)", first.text + replacing.text + expected)
     assert len(sums) == 4
     assert len(set(sums)) == 1
