@@ -1,12 +1,19 @@
-"""Read the imports of modules from their source, and find circles among them."""
+"""Read modules and their imports from their source, and find circles among them."""
 
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of a module, parsed once for all tests; it must not be changed."""
+    return ast.parse(text)
 
 
 def name_of(path: Path) -> str:

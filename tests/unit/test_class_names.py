@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from import_graph import parsed
+
 ROOT = Path(__file__).resolve().parents[2]
 FILE = re.compile(r"``([\w./]*\w\.py)``")
 ORIGINALS = ("python/mxnet/", "tracker/dmlc_tracker/", "ndarray/", "_common/")
@@ -24,7 +26,7 @@ def classes_of_one_name(files: Mapping[str, str]) -> dict[str, list[str]]:
     """The names that several classes have, private ones and inner ones too, and where they are."""
     places = defaultdict(list)
     for path, text in files.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path}:{node.lineno}")
     return {name: found for name, found in places.items() if len(found) > 1}
@@ -50,7 +52,7 @@ def wrong_references(path: Path) -> list[str]:
     """
     near = (path.parent, path.parent.parent, ROOT, ROOT / "kvstore", ROOT / "pslite")
     wrong = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for name in FILE.findall(ast.get_docstring(node) or ""):
                 found = [place / name for place in near if (place / name).exists()]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import BLOCK, PAGE_NAMES, PAGES, ROOT, blocks, run_page, runnable
+from import_graph import parsed
 
 import kvstore
 from pslite.config import ACCEPTED_NAMES, Config
@@ -161,7 +162,7 @@ def members() -> dict[str, set[str]]:
     """What each class and module of the two packages defines, by the owner's last name."""
     found: dict[str, set[str]] = {}
     for file in [*(ROOT / "kvstore").rglob("*.py"), *(ROOT / "pslite").rglob("*.py")]:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = parsed(file.read_text(encoding="utf-8"))
         owner = file.parent.name if file.stem == "__init__" else file.stem
         found.setdefault(owner, {"py"}).update(names_of(tree))
         found.setdefault(file.parent.name, {"py"}).add(file.stem)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import pytest
-from import_graph import ROOT, circles, imports_of, module_of, name_of, source_of
+from import_graph import ROOT, circles, imports_of, module_of, name_of, parsed, source_of
 
 LEAVES = frozenset(
     {
@@ -60,7 +60,7 @@ CODE_LOADERS = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle", 
 def modules() -> dict[str, list[ast.AST]]:
     """Name -> all nodes of the module that run; read by the first test that asks."""
     return {
-        name_of(path): list(nodes_of(ast.parse(path.read_text())))
+        name_of(path): list(nodes_of(parsed(path.read_text())))
         for package in ("pslite", "kvstore")
         for path in sorted((ROOT / package).rglob("*.py"))
     }
@@ -184,7 +184,7 @@ def arrows() -> dict[str, set[str]]:
     known = {name for name in modules() if name.startswith("pslite")}
     found: dict[str, set[str]] = {}
     for name in known:
-        wanted = imports_of(ast.walk(ast.parse(source_of(name).read_text())))
+        wanted = imports_of(ast.walk(parsed(source_of(name).read_text())))
         found[name] = {module_of(each, known) for each in wanted} - {name, ""}
     return found
 

@@ -12,7 +12,7 @@ import functools
 from collections import defaultdict
 
 import pytest
-from import_graph import ROOT, circles, imports_of, module_of, name_of, source_of
+from import_graph import ROOT, circles, imports_of, module_of, name_of, parsed, source_of
 
 #: From top to bottom; packages of one layer do not import each other.
 LAYERS = (
@@ -60,7 +60,7 @@ def arrows() -> set[tuple[str, str]]:
     return {
         (name, module_of(each, modules()))
         for name in modules()
-        for each in imports_of(ast.walk(ast.parse(source_of(name).read_text())))
+        for each in imports_of(ast.walk(parsed(source_of(name).read_text())))
         if module_of(each, modules())
     }
 
