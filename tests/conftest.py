@@ -22,10 +22,12 @@ import pytest
 import zmq
 import zmq.utils.garbage
 
-# NumPy's BLAS reads this when it is loaded, here and in the processes that tests start: the other
-# processors run other tests. Tests of launchers run alone, and see what launchers set.
+# NumPy's BLAS and PyTorch read these when they are loaded, here and in the processes that tests
+# start: the other processors run other tests, and a thread of OpenMP computes even while it waits.
+# Tests of launchers run alone, and see what launchers set.
 if "KVSTORE_LAUNCHER_TESTS" not in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
