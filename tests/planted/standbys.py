@@ -90,7 +90,7 @@ BUGS = [
         "pslite/node/recorded_requests.py",
         "            incoming._respond(incoming, *known)\n        return known is not None\n",
         "            pass\n        return False\n",
-        f"{CALLS}[calls]",
+        f"{CALLS}[calls-0]",
     ),
     Bug(
         "a request that the lost server has recorded is answered twice",
@@ -146,14 +146,14 @@ BUGS = [
         "pslite/node/postoffice.py",
         "            self.customers.ask_again(node.node_id)\n",
         "",
-        f"{CALLS}[calls]",
+        f"{CALLS}[calls-0]",
     ),
     Bug(
         "a request fails if its server is lost, although there is a standby",
         "pslite/node/peer_watch.py",
         "pending.depart(node.node_id, error, for_good=False)\n",
         "pending.depart(node.node_id, error)\n",
-        f"{CALLS}[calls]",
+        f"{CALLS}[calls-0]",
     ),
     Bug(
         "a server without its standby does not release what waited for it",
