@@ -37,6 +37,9 @@ KEYS = {"large": 60, "small": 3, "other": 5}
 NETWORK_S = 25.0
 """How long the network loses and delays messages in ``run``."""
 
+LOST_AFTER_S = 1.0
+"""PS_LOST_AFTER of jobs in which only kills go wrong: the others do nothing else so long."""
+
 Results = dict[int, bytes]
 """Rank -> the bytes of the weights that it sees at the end."""
 
@@ -214,6 +217,7 @@ def simulation_of(
     standbys: int = 0,
     journal: str = "",
     watch: Callable[[Postoffice], None] | None = None,
+    **settings: Any,
 ) -> Simulation:
     """A cluster that waits for processes in place of lost workers; ``watch`` gets its nodes."""
 
@@ -233,6 +237,7 @@ def simulation_of(
         rejoin_timeout_s=60.0,
         standbys=standbys,
         scheduler_journal=journal,
+        **settings,
     )
 
 
@@ -263,7 +268,7 @@ def before_step(simulation: Simulation, number: int, act: Callable[[], None]) ->
 
 def killed_at(make: MakeScript, at_step: int, rank: int, back_s: float = 0.3) -> Results:
     """Kill a worker before a step of the simulation; another process comes after ``back_s``."""
-    simulation = simulation_of(1)
+    simulation = simulation_of(1, lost_after_s=LOST_AFTER_S)
     results: Results = {}
 
     def kill() -> None:

@@ -22,7 +22,13 @@ from pslite import WORKER_GROUP, Incoming, Postoffice
 from pslite.future import gather
 from pslite.testing.simulator import Script, Simulation
 from tests.faults.invariants import assert_same_contents, stores_of
-from tests.faults.returning import MakeScript, Results, before_step, simulation_of
+from tests.faults.returning import (
+    LOST_AFTER_S,
+    MakeScript,
+    Results,
+    before_step,
+    simulation_of,
+)
 
 Steps = Generator[Any, Any, None]
 MakeSimulation = Callable[[], Simulation]
@@ -72,7 +78,7 @@ def run_to_rest(simulation: Simulation, script: Script) -> None:
 
 def one_server() -> Simulation:
     """The job of ``returning.without_kill``, with a standby."""
-    return simulation_of(1, standbys=1)
+    return simulation_of(1, standbys=1, lost_after_s=LOST_AFTER_S)
 
 
 @cache
@@ -105,6 +111,7 @@ def killed_at(
 
 def plain_simulation(standbys: int = 1, **settings: Any) -> Simulation:
     """Two workers and a server; no worker is replaced."""
+    settings.setdefault("lost_after_s", LOST_AFTER_S)
     return Simulation(3, 2, 1, prepare=install, standbys=standbys, **settings)
 
 

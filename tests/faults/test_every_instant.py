@@ -17,6 +17,7 @@ import pytest
 from pslite.errors import NodeLostError
 from pslite.testing.simulator import Simulation
 from tests.faults.returning import (
+    LOST_AFTER_S,
     before_step,
     is_complete,
     simulation_of,
@@ -29,7 +30,7 @@ VICTIMS = ("worker 0", "worker 1", "server", "standby", "scheduler")
 
 def begun(journal: str) -> Simulation:
     """Return a cluster that is complete."""
-    simulation = simulation_of(1, standbys=1, journal=journal)
+    simulation = simulation_of(1, standbys=1, journal=journal, lost_after_s=LOST_AFTER_S)
     simulation.until(lambda: is_complete(simulation))
     return simulation
 

@@ -25,6 +25,7 @@ from tests.combinations import covering
 from tests.faults import returning
 from tests.faults.invariants import seats_of
 from tests.faults.returning import (
+    LOST_AFTER_S,
     MakeScript,
     Results,
     async_script,
@@ -42,8 +43,10 @@ SCRIPTS: dict[str, MakeScript] = {
     "async": async_script,
     "rows": returning.ROWS["lazy"],
 }
+AFTER_S = [0.1, 12.0]
+"""When the next scheduler begins: soon, or after waits without it were reported."""
 #: Scripts, the number of standbys, and when the next scheduler begins.
-LOSSES = covering([*SCRIPTS], [0, 1], [0.1, 20.0])
+LOSSES = covering([*SCRIPTS], [0, 1], AFTER_S)
 STRIDE, STRIDE_OF_CALLS = 37, 83
 REJOIN_S = 60.0
 SOON_S = 1.5
@@ -168,7 +171,7 @@ def test_the_next_scheduler_tells_the_launcher_at_once_who_has_which_place(
     assert then == told == [*first, "all have joined", worker, scheduler, standby]
 
 
-@pytest.mark.parametrize("after_s", [0.1, 20.0])
+@pytest.mark.parametrize("after_s", AFTER_S)
 @pytest.mark.parametrize("standbys", [0, 1])
 def test_the_scheduler_may_be_replaced_before_all_have_joined(
     standbys: int, after_s: float, journal: Path
@@ -190,7 +193,7 @@ def test_the_scheduler_may_be_replaced_before_all_have_joined(
 
 
 @pytest.mark.parametrize("offset", offsets(STRIDE_OF_CALLS))
-@pytest.mark.parametrize(("standbys", "after_s"), covering([0, 1], [0.1, 20.0], together=1))
+@pytest.mark.parametrize(("standbys", "after_s"), covering([0, 1], AFTER_S, together=1))
 def test_a_request_that_is_under_way_gets_its_answer(
     after_s: float, standbys: int, offset: int, journal: Path
 ) -> None:
@@ -284,6 +287,10 @@ def test_a_barrier_whose_last_node_comes_while_there_is_no_scheduler_is_over_in_
 # -- lost with others ----------------------------------------------------------------------
 
 
+quick = partial(simulation_of, lost_after_s=LOST_AFTER_S)
+"""The same cluster, which waits less for a lost worker, server or standby."""
+
+
 @pytest.mark.parametrize(("name", "standbys", "after_s"), LOSSES)
 def test_the_scheduler_and_a_worker_may_be_lost_together(
     name: str, standbys: int, after_s: float, journal: Path
@@ -292,7 +299,7 @@ def test_the_scheduler_and_a_worker_may_be_lost_together(
     num_steps, expected = without_loss(make, journal, standbys=standbys)
     num_killed = 0
     for at_step in range(60, num_steps - 10, 41):
-        simulation, results = simulation_of(journal, standbys=standbys), dict[int, bytes]()
+        simulation, results = quick(journal, standbys=standbys), dict[int, bytes]()
 
         def kill_both(simulation: Simulation = simulation) -> None:
             nonlocal num_killed
@@ -309,14 +316,14 @@ def test_the_scheduler_and_a_worker_may_be_lost_together(
     assert num_killed >= 2
 
 
-@pytest.mark.parametrize(("name", "after_s"), covering([*SCRIPTS], [0.1, 20.0], together=1))
+@pytest.mark.parametrize(("name", "after_s"), covering([*SCRIPTS], AFTER_S, together=1))
 def test_the_scheduler_and_a_server_may_be_lost_together(
     name: str, after_s: float, journal: Path
 ) -> None:
     make = SCRIPTS[name]
     num_steps, expected = without_loss(make, journal, standbys=1)
     for at_step in range(30, num_steps, 61):
-        simulation, results = simulation_of(journal, standbys=1), dict[int, bytes]()
+        simulation, results = quick(journal, standbys=1), dict[int, bytes]()
 
         def kill_both(simulation: Simulation = simulation) -> None:
             simulation.restart_scheduler(after_s)
@@ -328,7 +335,7 @@ def test_the_scheduler_and_a_server_may_be_lost_together(
         assert results == expected, f"killed at step {at_step}"
 
 
-@pytest.mark.parametrize("after_s", [0.1, 20.0])
+@pytest.mark.parametrize("after_s", AFTER_S)
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_the_scheduler_and_a_standby_may_be_lost_together(
     name: str, after_s: float, journal: Path
@@ -336,7 +343,7 @@ def test_the_scheduler_and_a_standby_may_be_lost_together(
     make = SCRIPTS[name]
     num_steps, expected = without_loss(make, journal, standbys=1)
     for at_step in range(30, num_steps, 97):
-        simulation, results = simulation_of(journal, standbys=1), dict[int, bytes]()
+        simulation, results = quick(journal, standbys=1), dict[int, bytes]()
 
         def kill_both(simulation: Simulation = simulation) -> None:
             simulation.restart_scheduler(after_s)
