@@ -41,8 +41,9 @@ WITHOUT_PROCESSES := --ignore=tests/process $(WITHOUT_CLUSTERS)
 FAST := -m 'not slow'
 SLOW := -m slow
 CHECKS := lint format-check types test-fast test-gpu
-# mypy computes on one processor only: it has time while the tests run.
-BESIDE := types
+# mypy computes on one processor only, and most machines have no GPU: there is time for both while
+# the other tests run.
+BESIDE := types test-gpu
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -64,7 +65,7 @@ dev: $(INSTALLED_DEV) ## the same with the tools for development
 
 test: $(INSTALLED_DEV) ## ruff, mypy, pytest without what is marked slow
 	@failed=; said=$$(mktemp); \
-	$(MAKE) --no-print-directory $(BESIDE) >"$$said" 2>&1 & beside=$$!; \
+	$(MAKE) --no-print-directory --keep-going $(BESIDE) >"$$said" 2>&1 & beside=$$!; \
 	for check in $(filter-out $(BESIDE),$(CHECKS)); do \
 	    echo; echo "==== make $$check"; \
 	    $(MAKE) --no-print-directory $$check || failed="$$failed $$check"; \
