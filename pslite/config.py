@@ -241,8 +241,7 @@ class Config:
     credit_bytes: int = _setting(
         "PS_CREDIT_BYTES",
         64 * MIB,
-        "most bytes in flight to one server (sent and not yet accepted). On a slow connection, "
-        "fewer are in flight, so that a message of a high priority need not wait for them",
+        "most bytes in flight to one server (sent, not yet accepted); fewer on a slow connection",
         most=2**62,
     )
     connections: int = _setting(
