@@ -398,19 +398,24 @@ class SchedulerControl(NodeControl):
         """Note that a member has lost a node; look later whether it is lost here too."""
         if role_of(message.node) is Role.SCHEDULER:
             return
-        is_there = self._office.watch.is_connected(
-            self._office.membership.uids.get(message.node, "")
-        )
+        membership = self._office.membership
+        is_there = self._office.watch.is_connected(membership.uids.get(message.node, ""))
         wait_s = VERDICT_S if is_there else VERDICT_S + self._office.config.lost_after_s
-        believe = partial(self._believe, speaker, message)
-        self._office.io_queue.timers.add(now + wait_s, believe)
+        reporter = membership.node(speaker)
+        if reporter is not None:
+            believe = partial(self._believe, reporter, message)
+            self._office.io_queue.timers.add(now + wait_s, believe)
 
-    def _believe(self, speaker: int, message: Vacant) -> None:
-        """Give up a node that a member has lost, although it is still connected here."""
+    def _believe(self, reporter: NodeInfo, message: Vacant) -> None:
+        """Give up a node that a member has lost, although it is still connected here.
+
+        If the member was lost itself meanwhile, the fault may have been its own.
+        """
         membership, node = self._office.membership, message.node
         is_over = node in membership.vacant or node in membership.gone
-        if not is_over and message.attempt == membership.attempts.get(node, 0):
-            said = f"{membership.title(speaker)} has lost it: {message.reason}"
+        is_current = message.attempt == membership.attempts.get(node, 0)
+        if is_current and not is_over and reporter in membership.listeners():
+            said = f"{reporter.title} has lost it: {message.reason}"
             self._lose(node, said, self._office.clock())
 
     def _lost_while_gathering(self, peer: str, reason: str, now: float) -> None:

@@ -272,10 +272,12 @@ class Seating:
             office.reporter.happened(f"{title} repeats {what}, {after_s:.2f} s after the loss")
 
     def _tell_all(self, node_id: int) -> None:
-        """Tell a process that has a seat who has the others, and who is gone."""
+        """Tell a process that has a seat who has the others, and who is lost or gone."""
         office, membership = self._office, self._office.membership
         attempts = tuple(membership.attempts.get(each.node_id, 0) for each in membership.roster)
         office.send(node_id, Roster(node_id, membership.roster, attempts))
+        for vacant, reason in membership.vacant.items():
+            office.send(node_id, Vacant(vacant, membership.attempts.get(vacant, 0), reason))
         gone = membership.gone.values()
         if gone:
             ids = tuple(each.node.node_id for each in gone)
@@ -317,13 +319,11 @@ class Seating:
 
     def is_back(self, node: NodeInfo, now: float) -> None:
         """Handle a member that has lost the scheduler and registers again."""
-        office, membership, node_id = self._office, self._office.membership, node.node_id
+        office, node_id = self._office, node.node_id
         office.links.know(node.uid)
         if self.seats.is_welcoming(node_id, self.seats.attempt(node_id)):
             return  # it is told once all members know it
         self._tell_all(node_id)
-        for vacant, reason in membership.vacant.items():
-            office.send(node_id, Vacant(vacant, membership.attempts.get(vacant, 0), reason))
         if node.role == Role.SERVER.value and office.config.standbys:
             standby = self.seats.standby_of(node_id)
             self._tell_server(node_id, () if standby is None else (standby,))

@@ -24,7 +24,7 @@ from kvstore.stores.dist.tables import DistTable
 from pslite import Postoffice
 from pslite.errors import NodeLostError
 from pslite.future import gather
-from pslite.ids import SCHEDULER_ID
+from pslite.ids import SCHEDULER_ID, Role, node_id
 from pslite.node.links import Delivery
 from pslite.protocol.replication import Buffer, in_pieces
 from pslite.protocol.succession import Standing
@@ -383,6 +383,54 @@ def test_a_worker_and_a_server_may_be_lost_together(later_s: float) -> None:
     simulation.run(script, limit_s=200.0)
     simulation.finish()
     assert seen == [[4.0] * 3] * 2
+
+
+def test_a_standby_that_takes_a_seat_learns_which_workers_are_lost() -> None:
+    """Otherwise the new server sends messages to their processes, and never gets an answer."""
+    _, expected = without_kill(sync_script)
+    simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+    lost = simulation.workers[1]
+
+    def kill_worker() -> None:
+        assert may_be_replaced(simulation, 1)
+        simulation.restart(lost, 9.0)
+
+    def look() -> None:
+        (server,) = simulation.servers
+        assert server.info is not None and server.attempt == 1
+        assert list(server.membership.vacant) == [node_id(Role.WORKER, 1)]
+        assert lost.van.uid not in server.links.unaccepted()
+
+    simulation.at(8.0, kill_worker)
+    simulation.at(10.0, partial(simulation.kill_server, 0))
+    simulation.at(16.0, look)
+    simulation.run(slowed(sync_script(results), 0.7))
+    simulation.finish()
+    assert set(results.values()) == {expected}
+
+
+@pytest.mark.parametrize("cut_s", [6.0, 9.0])
+def test_a_cut_between_a_worker_and_a_server_costs_one_seat(cut_s: float) -> None:
+    """Each reports the other; a process that was declared lost is not believed any more."""
+    _, expected = without_kill(sync_script)
+    simulation, results = simulation_of(1, standbys=1), dict[int, bytes]()
+    worker, server = simulation.workers[1], simulation.servers[0]
+
+    def cut() -> None:
+        assert may_be_replaced(simulation, 1)
+        simulation.cut(worker, server, simulation.now + cut_s)
+
+    def start_again(rank: int, _error: BaseException) -> bool:
+        simulation.restart(simulation.workers[rank])
+        return True
+
+    simulation.at(8.0, cut)
+    simulation.launcher = start_again
+    simulation.run(slowed(sync_script(results), 0.7))
+    simulation.finish()
+    assert set(results.values()) == {expected}
+    membership = simulation.scheduler.membership
+    assert membership.num_replaced(Role.WORKER) + membership.num_replaced(Role.SERVER) == 1
 
 
 @pytest.mark.parametrize("again_s", [20.0, 24.5, 27.0, 28.5])

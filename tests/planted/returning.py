@@ -121,9 +121,23 @@ BUGS = [
     Bug(
         "a report about a lost process removes the one in its place",
         "pslite/node/scheduler.py",
-        "if not is_over and message.attempt == membership.attempts.get(node, 0):",
-        "if not is_over:",
+        "is_current = message.attempt == membership.attempts.get(node, 0)",
+        "is_current = True",
         SEEDS,
+    ),
+    Bug(
+        "a process that was declared lost is believed about others",
+        "pslite/node/scheduler.py",
+        "if is_current and not is_over and reporter in membership.listeners():",
+        "if is_current and not is_over:",
+        "tests/faults/test_standbys.py::test_a_cut_between_a_worker_and_a_server_costs_one_seat",
+    ),
+    Bug(
+        "a standby that takes a seat does not learn which seats are vacant",
+        "pslite/node/seating.py",
+        "        for vacant, reason in membership.vacant.items():",
+        "        for vacant, reason in dict[int, str]().items():",
+        "tests/faults/test_standbys.py::test_a_standby_that_takes_a_seat_learns_which_workers_are_lost",
     ),
     Bug(
         "an answer to a lost process reaches the one in its place",
