@@ -248,6 +248,7 @@ class DenseStores:
         array = arena.previous if index < 0 else arena.state(arena.store.optimizer)[index]
         if array is None or array.nbytes != len(incoming.frames[0]):
             raise unexpected("an array of the size of the parts", len(incoming.frames[0]))
+        arena.changes += 1
         array.view(np.uint8)[:] = bytes_of(Piece(incoming.frames[0], 0, array.nbytes))
         incoming.respond()
 

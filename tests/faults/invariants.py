@@ -345,6 +345,7 @@ def contents(node: Postoffice) -> dict[str, Any]:
             states,
             table.count,
             rows.arriving,
+            None if rows._before is None else [each.tobytes() for each in rows._before.copy()[1:]],
         )
     for part_number, unit in stores._plane._parts.units.items():
         rounds, ranks = unit.rounds, range(node.config.num_workers)

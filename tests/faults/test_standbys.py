@@ -487,6 +487,30 @@ def test_a_new_standby_counts_updates_as_its_server_does() -> None:
     assert part.count == 2 and simulation.standbys
 
 
+def test_a_server_that_was_filled_itself_fills_the_next_standby_with_all_it_has() -> None:
+    """Among that are the values before the last round, though it has applied none."""
+    simulation = simulation_of(1, 1, standbys=1)
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        yield store.set_optimizer_async(optimizer.create("adam"))
+        yield store.init_async("w", np.zeros(3))
+        for _ in range(2):
+            yield store.push_async("w", np.ones(3))
+        simulation.kill_standby(0)
+        simulation.start_standby(0)
+        yield 12.0
+        simulation.kill_server(0)
+        simulation.start_standby(0)
+        yield 12.0
+
+    run_to_rest(simulation, script)
+    (server,) = simulation.servers
+    (part,) = stores_of(server)._parts
+    assert server.attempt == 1 and part.count == 2 and simulation.standbys
+
+
 def test_the_status_says_whether_a_server_has_a_standby() -> None:
     simulation = simulation_of(1, standbys=1)
     control: Any = simulation.scheduler.control

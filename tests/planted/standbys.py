@@ -15,6 +15,13 @@ RULES = "tests/unit/pslite/protocol/test_replication.py"
 
 BUGS = [
     Bug(
+        "a server that was filled itself copies no values before the last round",
+        "kvstore/server/dense.py",
+        "        arena.changes += 1\n        array.view(np.uint8)[:]",
+        "        array.view(np.uint8)[:]",
+        f"{FILE}::test_a_server_that_was_filled_itself_fills_the_next_standby_with_all_it_has",
+    ),
+    Bug(
         "a server answers before its standby has the record",
         "pslite/node/primary.py",
         "        waits = not self._filled_at or self._journal.is_crowded\n",
