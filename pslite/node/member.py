@@ -46,11 +46,6 @@ from pslite.wire.recovery import MayReturn, Seated, StandsBy, Vacant
 #: How much longer than the scheduler a member waits for the cluster to be complete.
 _GRACE_S = 1.0
 
-#: If a node still runs this long after the loss of the scheduler, it warns and continues without
-#: it. This is longer than the launcher waits between an interrupt, which ends the scheduler first,
-#: and SIGTERM.
-_WARN_AFTER_S = 3.5
-
 
 class MemberControl(NodeControl):
     """The control of a worker or a server."""
@@ -64,8 +59,6 @@ class MemberControl(NodeControl):
         self._began_at = 0.0
         self._waiting: Waiting | None = None
         self._barriers = MemberBarriers(office)
-        self._scheduler_error: NodeLostError | None = None
-        self._warning = office.io_queue.timers.new(self._warn)
         self._leaving = False
         self._away = SchedulerAway(office, self._registration)
         if config.rejoin_timeout_s:
@@ -285,9 +278,6 @@ class MemberControl(NodeControl):
 
     def enter_barrier(self, group: int, timeout_s: float, future: Future[None]) -> None:
         office = self._office
-        if self._scheduler_error is not None:
-            future.set_error(self._scheduler_error)
-            return
         if office.info is None:
             future.set_error(
                 UsageError("a barrier needs a complete cluster; wait for node.ready first")
@@ -329,15 +319,14 @@ class MemberControl(NodeControl):
         node = office.membership.node_ids.get(peer)
         if node is None:
             return
-        if self._may_be_followed(peer) and self._can_ask_scheduler():
+        if self._may_be_followed(peer) and office.error is None:
             # Another process may take its place. The scheduler decides that.
             attempt = office.membership.attempts.get(node, 0)
             self._reported[node] = reason
             office.send(SCHEDULER_ID, Vacant(node, attempt, reason))
             return
         # A failed node knows the cause, and must not wait for a dead node to accept messages.
-        looks_for_cause = office.error is None and self._scheduler_error is None
-        if not (looks_for_cause and self._loss_reports.puts_off(node, reason, now)):
+        if office.error is not None or not self._loss_reports.puts_off(node, reason, now):
             self._depart(node, left=False, reason=reason)
 
     def _may_be_followed(self, peer: str) -> bool:
@@ -347,9 +336,6 @@ class MemberControl(NodeControl):
             return False
         is_server = self._office.role is Role.WORKER  # which is connected to servers alone
         return bool(config.standbys if is_server else config.rejoin_timeout_s)
-
-    def _can_ask_scheduler(self) -> bool:
-        return self._office.error is None and self._scheduler_error is None
 
     def _vacated(self, message: Vacant, now: float) -> None:
         """Stop using the process of a lost node; its seat waits for another one."""
@@ -383,15 +369,6 @@ class MemberControl(NodeControl):
         lost = loss_in(message, speaker)
         if lost is not None:
             self._heard_of(speaker, lost, now + self._office.config.lost_after_s + VERDICT_S)
-        if self._scheduler_error is not None:
-            self._believe()
-
-    def _believe(self) -> None:
-        """Act on the losses that ending members report: no scheduler is left to decide."""
-        office = self._office
-        for speaker, about, reason in self._loss_reports.words():
-            if speaker in office.membership.ending and office.membership.node(about) != office.info:
-                self._depart(about, left=False, reason=reason)
 
     def _members_changed(self, peer: str, message: Members, now: float) -> None:
         """Handle news of gone nodes: act on the scheduler's, only note the members'."""
@@ -419,11 +396,9 @@ class MemberControl(NodeControl):
             self._said_goodbye(node)
 
     def _gone(self, gone: Gone, *, is_news: bool) -> None:
-        """Act on a gone node: the loss of a worker or server ends this node too."""
+        """Act on a gone node: the loss of another node ends this one too."""
         office = self._office
-        if gone.node.role == Role.SCHEDULER.value:
-            self._scheduler_gone(gone.error, is_news=is_news)
-        elif not gone.left:
+        if not gone.left:
             if is_news:
                 self._pass_on(gone)
             office.fail(gone.error)
@@ -464,31 +439,13 @@ class MemberControl(NodeControl):
         for node in office.membership.listeners():
             office.send(node.node_id, news)
 
-    def _scheduler_gone(self, error: NodeLostError, *, is_news: bool) -> None:
-        self._scheduler_error = error
-        if is_news:
-            # If the whole job is being ended, this node will end soon too, so warn later.
-            self._warning.set(self._office.clock() + _WARN_AFTER_S)
-        self._barriers.end(error)
-        self._believe()
-        for node, reason in {**self._reported, **self._office.membership.vacant}.items():
-            text = f"{reason}; without the scheduler, no other process can take its place"
-            self._depart(node, left=False, reason=text)
-
     # -- the end -----------------------------------------------------------------------
 
     def say_goodbye(self) -> None:
         self._leaving = True
-        self._warning.set(math.inf)
         super().say_goodbye()
 
     def fail(self, error: BaseException) -> None:
         self._stop_waiting()
         self._away.end()
-        self._warning.set(math.inf)
         self._barriers.end(error)
-
-    def _warn(self, _now: float) -> None:
-        self._office.log.warn(
-            "push and pull go on; barriers, init and joins no longer work without the scheduler"
-        )

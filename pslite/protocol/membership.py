@@ -469,7 +469,3 @@ class LossReports:
             if said.ended is not None and now >= said.until
         ]
         return [(speaker, self._said.pop(speaker).ended or "") for speaker in over]
-
-    def words(self) -> list[tuple[int, int, str]]:
-        """Return the reports in order, as (speaker, lost member, reason)."""
-        return [(speaker, said.about, said.reason) for speaker, said in self._said.items()]

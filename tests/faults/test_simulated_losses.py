@@ -17,10 +17,9 @@ from pslite.errors import NodeLostError
 from pslite.future import Future
 from pslite.ids import SCHEDULER_ID
 from pslite.node.links import Delivery
-from pslite.node.peer_watch import PeerWatch
 from pslite.testing.inproc import InprocVan
 from pslite.testing.simulator import DEFAULTS, Faults, Simulation
-from pslite.wire.messages import Leave, Members
+from pslite.wire.messages import Leave
 
 FAULTS = Faults(drop=0.03, duplicate=0.05, delay=0.1, reorder=0.1)
 
@@ -84,29 +83,21 @@ def test_a_lost_server_is_named_on_every_worker(seed: int) -> None:
     assert len(run_until_killed(seed, "server", seed % 2)) == 3
 
 
-def test_without_the_scheduler_push_and_pull_go_on_and_barriers_name_it() -> None:
-    simulation = Simulation(5, 2, 1, prepare=install)
-    results: list[Any] = []
-
-    def script(node: Postoffice) -> Generator[Any, Any, None]:
-        yield node.ready
-        store = create_dist("dist_sync", "dist_sync", node=node)
-        out = np.zeros(3)
-        yield store.init_async("w", out)
-        yield 2.0
-        if node.rank == 0:
-            simulation.kill(simulation.scheduler)
-        yield 10.0
-        store.push_async("w", np.ones(3))
-        yield store.pull_async("w", out)
-        try:
-            yield node.barrier(WORKER_GROUP)
-        except NodeLostError as error:
-            results.append((out.tolist(), error.role))
-
-    simulation.run(script)
-    simulation.finish()
-    assert results == [([2.0, 2.0, 2.0], "scheduler")] * 2
+@pytest.mark.parametrize("standbys", [0, 1])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_lost_scheduler_is_named_on_every_survivor(seed: int, standbys: int) -> None:
+    simulation = Simulation(seed, 3, 2, FAULTS, prepare=install, standbys=standbys)
+    errors: dict[int, tuple[float, BaseException]] = {}
+    when = 1.0 + random.Random(seed).random()
+    simulation.at(when, lambda: simulation.kill(simulation.scheduler))
+    others = list(simulation.standbys.values())
+    simulation.run(*[endless(errors, lambda: simulation.now) for _ in range(3)], limit_s=60.0)
+    survivors = [*simulation.workers, *simulation.servers, *others]
+    simulation.until(lambda: all(node.error for node in survivors), when + 15.0)
+    assert len(errors) == 3
+    for node in survivors:
+        assert isinstance(node.error, NodeLostError)
+        assert (node.error.role, node.error.rank) == ("scheduler", 0)
 
 
 def test_nobody_goes_on_connecting_to_the_address_of_a_lost_scheduler() -> None:
@@ -119,53 +110,6 @@ def test_nobody_goes_on_connecting_to_the_address_of_a_lost_scheduler() -> None:
     next_job = InprocVan(simulation._network, "the next scheduler")
     next_job.bind(DEFAULTS["root_uri"], DEFAULTS["root_port"])
     assert next_job.poll(0.0) == []
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("role", "survivors"), [("worker", 2), ("server", 3)])
-def test_a_loss_without_the_scheduler_is_named_on_every_survivor(
-    seed: int, role: str, survivors: int
-) -> None:
-    """Whoever notices it tells the nodes that it talks to."""
-    errors = run_until_killed(seed, role, seed % 2, without_scheduler_s=0.5)
-    assert len(errors) == survivors
-
-
-@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
-@pytest.mark.parametrize("seed", range(10))
-def test_without_the_scheduler_rounds_are_right_and_servers_end_after_the_goodbyes(
-    seed: int, kind: str
-) -> None:
-    from kvstore import optimizer
-
-    simulation = Simulation(seed, 3, 2, FAULTS, prepare=install)
-    values: list[Any] = []
-
-    def script(node: Postoffice) -> Generator[Any, Any, None]:
-        yield node.ready
-        store = create_dist(kind, kind, node=node)
-        out = np.zeros(40)
-        if kind == "dist_async":
-            yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=1.0))
-        yield store.init_async("w", out)
-        yield node.barrier(WORKER_GROUP)
-        yield 3.0  # for all to hear that the barrier is over, also when a message is lost
-        if node.rank == 0:
-            simulation.kill(simulation.scheduler)
-        for number in range(1, 11):
-            store.push_async("w", -np.ones(40) * number)
-            yield store.pull_async("w", out)
-            if kind == "dist_sync":
-                values.append((out.min(), out.max()) == (-3.0 * number, -3.0 * number))
-            yield 0.2 * node.rank
-        yield 20.0
-        yield store.pull_async("w", out)
-        values.append(out.min() == out.max() == (-30.0 if kind == "dist_sync" else 165.0))
-
-    simulation.run(script)
-    simulation.finish()
-    assert all(values), values
-    assert all(server.finished.error() is None for server in simulation.servers)
 
 
 def test_a_worker_that_leaves_early_is_named_where_its_pushes_are_missed() -> None:
@@ -381,19 +325,6 @@ class Ends:
         self._simulation.at(now + 0.4, lambda: self._simulation.kill(node))
 
 
-def test_who_loses_a_node_last_does_not_wait_for_those_that_have_ended_over_it() -> None:
-    """Without a scheduler: one server notices the loss two seconds after the other."""
-    simulation = Simulation(1, 3, 2, prepare=install)
-    victim, (first, last) = simulation.workers[1], simulation.servers
-    ends = Ends(simulation, [simulation.workers[0], simulation.workers[2], first, last])
-    simulation.at(1.0, lambda: simulation.kill(simulation.scheduler))
-    simulation.at(8.0, lambda: simulation.cut(victim, first, 60.0))
-    simulation.at(10.0, lambda: simulation.kill(victim))
-    simulation.until(lambda: len(ends.took_s) == 4, limit_s=30.0)
-    assert ends.lost == [("worker", 1)] * 4
-    assert max(ends.took_s) < 0.5, ends.took_s
-
-
 def hold_up(simulation: Simulation, node: Postoffice, until: float) -> None:
     """Nothing of the node runs before that time, as of a process that gets no processor."""
     step = node.step
@@ -406,51 +337,6 @@ def hold_up(simulation: Simulation, node: Postoffice, until: float) -> None:
 
     held_up: Any = node
     held_up.step = late_step
-
-
-@pytest.mark.parametrize("scheduler_dies_at", [1.0, 8.0])
-@pytest.mark.parametrize("role", ["worker", "server"])
-def test_without_the_scheduler_who_finds_several_dead_at_one_look_names_the_first_of_them(
-    monkeypatch: pytest.MonkeyPatch, role: str, scheduler_dies_at: float
-) -> None:
-    """The others have lost it, said so, and ended, while one node was held up."""
-    simulation = Simulation(1, 3, 2, prepare=install)
-    monkeypatch.setattr(PeerWatch, "_has_ended", lambda _, peer: peer in simulation.pace.stopped)
-    victim, late = (
-        (simulation.workers[1], simulation.servers[1])
-        if role == "worker"
-        else (simulation.servers[1], simulation.workers[2])
-    )
-    nodes = [*simulation.workers, *simulation.servers]
-    ends = Ends(simulation, [node for node in nodes if node is not victim])
-    simulation.at(scheduler_dies_at, lambda: simulation.kill(simulation.scheduler))
-    simulation.at(8.0, lambda: simulation.kill(victim))
-    simulation.at(8.0, lambda: hold_up(simulation, late, 12.0))
-    simulation.until(lambda: len(ends.took_s) == 4, limit_s=30.0)
-    assert len(simulation.pace.stopped) >= 4  # all the others had ended
-    assert ends.lost == [(role, 1)] * 4
-
-
-@pytest.mark.parametrize("victim_role", ["worker", "server"])
-def test_also_without_the_scheduler_no_member_ends_others_by_its_word_while_it_stays(
-    victim_role: str,
-) -> None:
-    simulation = Simulation(1, 2, 2, prepare=install)
-    victim = (simulation.workers if victim_role == "worker" else simulation.servers)[0]
-
-    def lie() -> None:
-        liar = simulation.workers[1]
-        assert victim.info is not None
-        news = Members(1, (victim.info.node_id,), (0,), ("says worker 1",))
-        for server in simulation.servers:
-            liar.links.send(server.van.uid, news, (), 1, simulation.now)
-
-    simulation.at(1.0, lambda: simulation.kill(simulation.scheduler))
-    simulation.at(8.0, lie)
-    simulation.until(lambda: simulation.now > 20.0)
-    members = [*simulation.workers, *simulation.servers]
-    assert [node.error for node in members] == [None] * 4
-    assert all(len(node.membership.gone) == 1 for node in members)
 
 
 @pytest.mark.parametrize("role", ["worker", "server"])

@@ -818,28 +818,6 @@ def test_the_later_loss_of_a_server_with_a_growing_table_ends_the_job() -> None:
     assert simulation.now < 12.0
 
 
-def run_without_scheduler(seed: int, num_servers: int) -> tuple[Simulation, list[Postoffice]]:
-    """Kill the scheduler; push and pull for 14 s more; return the standbys, too."""
-    simulation = Simulation(seed, 2, num_servers, prepare=install, standbys=1)
-    standbys, seen = list(simulation.standbys.values()), list[bool]()
-
-    def script(node: Postoffice) -> Steps:
-        yield node.ready
-        store = create_dist("dist_sync", "dist_sync", node=node)
-        yield store.init_async("w", np.zeros(40))
-        out = np.zeros(40)
-        for number in range(1, 60):
-            yield 0.25
-            store.push_async("w", np.full(40, float(number)))
-            yield store.pull_async("w", out)
-            seen.append(set(out.tolist()) == {2.0 * number})
-
-    simulation.at(1.01, partial(simulation.kill, simulation.scheduler))
-    simulation.run(script)
-    assert len(seen) == 118 and all(seen)
-    return simulation, standbys
-
-
 @pytest.mark.parametrize(
     "first",
     [pytest.param(first, marks=SLOW_SEEDS if first >= 80 else ()) for first in range(0, 160, 20)],
@@ -860,27 +838,6 @@ def test_a_server_with_a_table_is_not_followed_by_a_standby_without_it(first: in
             raise AssertionError(f"seed {seed}: {error}") from error
         assert values == [[[6.0] * 3] * 3] * 2, f"seed {seed}"
         assert standby.error is None, f"seed {seed}"
-
-
-WITHOUT_SCHEDULER = [(seed, num_servers) for num_servers in (1, 2) for seed in range(4)]
-
-
-@pytest.mark.parametrize(("seed", "num_servers"), WITHOUT_SCHEDULER)
-def test_without_the_scheduler_servers_go_on_alone(seed: int, num_servers: int) -> None:
-    simulation, _ = run_without_scheduler(seed, num_servers)
-    simulation.standbys.clear()  # the next test is about them
-    primaries = [server.traffic.primary for server in simulation.servers]
-    assert all(primary is not None and primary.standby is None for primary in primaries)
-    simulation.finish()
-    assert all(server.finished.error() is None for server in simulation.servers)
-
-
-@pytest.mark.parametrize(("seed", "num_servers"), WITHOUT_SCHEDULER)
-def test_without_the_scheduler_standbys_end(seed: int, num_servers: int) -> None:
-    simulation, standbys = run_without_scheduler(seed, num_servers)
-    assert all(each.finished.done() or each.error is not None for each in standbys)
-    assert all(each.info is None for each in standbys)
-    simulation.finish()
 
 
 # -- what it costs -----------------------------------------------------------------------

@@ -53,14 +53,14 @@ for step in steps:
         os.kill(os.getpid(), signal.SIGKILL)
 print("began with", steps.first, "ended with", w[0], flush=True)
 """
-GO_ON = """
+TRAIN = """
 import time
 import numpy as np
 import kvstore as mx
 kv = mx.create("dist_sync")
 kv.init("w", np.zeros(3, np.float32))
 print("here", flush=True)
-for _ in range(80):
+for _ in range(800):
     value = kv.pushpull("w", np.ones(3, np.float32))
     time.sleep(0.05)
 print("the last sum is", kv.pull("w")[0], flush=True)
@@ -233,8 +233,8 @@ class EveryLauncher:
         assert "[launcher] the job succeeded; a lost worker was replaced 1 time" in done.stderr
         assert launcher.nothing_runs()
 
-    def test_the_job_goes_on_without_its_scheduler(self, launcher: Launcher) -> None:
-        with launcher.start("-n", "2", "-s", "1", *python(GO_ON)) as job:
+    def test_a_killed_scheduler_ends_the_job_and_is_named(self, launcher: Launcher) -> None:
+        with launcher.start("-n", "2", "-s", "1", *python(TRAIN)) as job:
             try:
                 two_lines(job)
                 scheduler = scheduler_of(job)
@@ -242,8 +242,10 @@ class EveryLauncher:
                 output, errors = job.communicate(timeout=JOB_S)
             finally:
                 job.kill()
-        assert f"[launcher] the scheduler was killed by SIGKILL (pid {scheduler})" in errors
-        assert output.count("the last sum is 2.0") == 2, errors
+        block = errors.partition("this was the first failure")[2]
+        assert f"process:  scheduler (pid {scheduler}" in block, errors
+        assert re.search(rf"NodeLostError: scheduler \(pid {scheduler} on \S+\) is lost: ", errors)
+        assert "the last sum" not in output
         assert job.returncode == 137
         assert launcher.nothing_runs()
 

@@ -22,31 +22,9 @@ from common import (
     EveryLauncher,
     Launcher,
     python,
-    scheduler_of,
     two_lines,
 )
 from services.sshd import SshHosts
-
-WITHOUT_SCHEDULER = """
-import time
-import numpy as np
-import kvstore as mx
-from pslite.errors import PSError
-kv = mx.create("dist_sync")
-kv.init("w", np.zeros(2, np.float32))
-kv.barrier()
-print("here", flush=True)
-for n in range(1, 41):
-    kv.push("w", np.full(2, n, np.float32))
-    assert kv.pull("w").tolist() == [2 * n, 2 * n]
-    time.sleep(0.05)
-try:
-    kv.barrier()
-except PSError as error:
-    print(f"barrier: {type(error).__name__}: {error}", flush=True)
-kv.push("w", np.ones(2, np.float32))
-print("last", kv.pull("w")[0], flush=True)
-"""
 
 
 def through_ssh(hosts: SshHosts, hostfile: Path) -> list[str]:
@@ -168,32 +146,6 @@ def test_a_host_that_is_lost_is_named(launcher: Launcher, ssh_hosts: SshHosts) -
         finally:
             job.kill()
     assert f"{ssh_hosts.addresses[1]} was lost: the connection was closed" in said
-    assert launcher.nothing_runs()
-
-
-def test_the_job_goes_on_when_the_scheduler_is_killed(
-    launcher: Launcher, ssh_hosts: SshHosts
-) -> None:
-    with launcher.start("-n", "2", "-s", "2", *python(WITHOUT_SCHEDULER)) as job:
-        try:
-            assert job.stdout is not None and job.stderr is not None
-            assert all("here" in job.stdout.readline() for _ in range(2))
-            scheduler = scheduler_of(job)
-            os.kill(scheduler, signal.SIGKILL)
-            killed_at = time.monotonic()
-            line = next(line for line in job.stderr if line.startswith("[launcher] the "))
-            assert time.monotonic() - killed_at < 1
-            output, errors = job.communicate(timeout=JOB_S)
-        finally:
-            job.kill()
-    assert line.startswith(f"[launcher] the scheduler was killed by SIGKILL (pid {scheduler}")
-    assert "push and pull go on; barriers, init and joins no longer work" in line
-    assert job.returncode == 137, errors
-    assert output.count(f"barrier: NodeLostError: scheduler (pid {scheduler} on ") == 2, output
-    assert output.count("] last 2.0") == 2
-    block = errors.partition("this was the first failure")[2]
-    assert f"process:  scheduler (pid {scheduler}" in block
-    assert "all others ended with exit code 0" in block
     assert launcher.nothing_runs()
 
 

@@ -22,7 +22,7 @@ from job import ROOT, MakeJob, Process, clean_environment, needs_proc
 import kvstore as mx
 from kvstore.errors import JobFailed, WorkerFailed
 from kvstore.launch.run import Call
-from pslite.errors import ClosedError, DeadlineError, NodeLostError
+from pslite.errors import ClosedError, DeadlineError
 
 pytest.importorskip("cloudpickle")
 pytestmark = [pytest.mark.process, needs_proc]
@@ -184,28 +184,6 @@ def test_a_server_that_is_killed_twice_is_replaced_twice(
 
 
 @pytest.mark.slow(reason="a cluster that loses its scheduler runs always")
-def test_a_call_that_needs_no_barrier_returns_though_the_scheduler_was_killed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    kill = by_value(kill_the_scheduler)
-
-    def work() -> list[float]:
-        kv = mx.create("dist_sync")
-        kv.init("w", np.zeros(2, np.float32))
-        kv.push("w", np.zeros(2, np.float32))
-        kv.pull("w")  # waits for the other's push, which needs nothing of the scheduler any more
-        if kv.rank == 0:
-            kill()
-        kv.push("w", np.ones(2, np.float32))
-        return [float(x) for x in kv.pull("w")]
-
-    assert mx.run(work, workers=2, servers=1) == [[2.0, 2.0]] * 2
-    err = capsys.readouterr().err
-    assert "[launcher] the scheduler was killed by SIGKILL (pid " in err
-    assert "[launcher] all workers had returned, although scheduler ended with signal SIG" in err
-
-
-@pytest.mark.slow(reason="a cluster that loses its scheduler runs always")
 def test_a_call_that_needs_a_barrier_names_the_scheduler_that_was_killed() -> None:
     kill = by_value(kill_the_scheduler)
 
@@ -217,34 +195,6 @@ def test_a_call_that_needs_a_barrier_names_the_scheduler_that_was_killed() -> No
 
     with pytest.raises(JobFailed, match=r"^scheduler ended with signal SIGKILL; "):
         mx.run(work, workers=2, servers=1)
-
-
-@pytest.mark.slow(reason="test_without_scheduler.py does so without a cluster")
-def test_a_cluster_goes_on_without_its_scheduler_until_a_call_needs_it() -> None:
-    kill = by_value(kill_the_scheduler)
-
-    def prepare() -> None:
-        kv = mx.create("dist_sync")
-        kv.init("w", np.zeros(2, np.float32))
-        kv.push("w", np.zeros(2, np.float32))
-        kv.pull("w")  # as above
-        mx.kept = kv  # type: ignore[attr-defined]
-        if kv.rank == 0:
-            kill()
-
-    def exchange() -> list[float]:
-        mx.kept.push("w", np.ones(2, np.float32))  # type: ignore[attr-defined]
-        return [float(x) for x in mx.kept.pull("w")]  # type: ignore[attr-defined]
-
-    with mx.LocalCluster(workers=2, servers=1) as cluster:
-        cluster.run(prepare)
-        assert cluster.run(exchange) == [[2.0, 2.0]] * 2
-        began = time.monotonic()
-        with pytest.raises(NodeLostError, match=r"^scheduler "):
-            cluster.run(lambda: mx.kept.barrier())  # type: ignore[attr-defined]
-        assert time.monotonic() - began < 10
-        with pytest.raises(ClosedError):
-            cluster.run(exchange)
 
 
 @pytest.mark.slow(reason="it waits; a call that never returns runs always")

@@ -88,8 +88,6 @@ def raise_in_worker_1(job: Job, processes: list[Process]) -> None:
 def send(number: signal.Signals, index: int) -> Callable[[Job, list[Process]], None]:
     def do(job: Job, processes: list[Process]) -> None:
         processes[index].send(number)
-        if index == 0:  # without the scheduler the others go on
-            job.allow("stop")
 
     return do
 

@@ -10,10 +10,7 @@ afterwards which exit was the cause. Processes that are started again are in ``r
        │                                     │ after drain_s: warn, stop; after alone_s,
        │                                     │ if no node had joined: a failure, stop
        ├──a process failed──> FAILING ───────┤ after failure_s: stop; or after alone_s,
-       │    │                                │ if all workers have ended
-       │<───┘ after failure_s, if only the scheduler failed: as if it had been killed
-       │
-       ├──the scheduler was killed after all had joined──> RUNNING, as a failure
+       │                                     │ if all workers have ended
        │
        ├──a worker failed, or the scheduler was killed, and may be started again──> RUNNING,
        │    after a pause
@@ -25,11 +22,7 @@ afterwards which exit was the cause. Processes that are started again are in ``r
 
 Service processes (scheduler, servers) end with 0 when every worker has said goodbye to them, which
 may be long before the workers exit. So this is not a failure if the whole service ends. If one of
-them ends alone, while others and the workers still run, it is a failure. Push, pull and the end of
-the others do not need the scheduler. So if a signal kills it while workers run, the job continues,
-and counts as failed at its end. A scheduler that ends by itself with an error usually reports that
-another node is lost. Then the other processes end as well; if they do not, the error was the
-scheduler's own.
+them ends alone, while others and the workers still run, it is a failure.
 
 With ``--restarts``, a worker that fails after all have joined is started again, and asks the
 scheduler for its place. If the scheduler gives it no place, it ends the job, and the worker's first
@@ -38,8 +31,8 @@ fails the job. The others, which wait for a process that will not come, are ende
 
 A scheduler with a journal is started again, too, if a signal killed it, also before all have joined
 and while the service ends. It goes on from the journal. Until then, all nodes wait for it. So if no
-restart is left, the job fails: it does not go on without a scheduler. If all others end meanwhile,
-the scheduler has nothing more to do.
+restart is left, the job fails. If all others end meanwhile, the scheduler has nothing more to do. A
+scheduler that ends by itself with an error reports that another node is lost.
 
 With ``--standbys``, the scheduler gives the place of a lost server to its standby, which is the
 server from then on. Until the scheduler says so, the end of the server is remembered as with a
@@ -183,8 +176,6 @@ class Lifecycle:
         if len(self.exits) == len(self._specs):
             self.failed = self.failed or (failed and not stopped)
             self._enter(Phase.ENDED, None)
-        elif self.phase is Phase.RUNNING and self._is_only_the_scheduler(failures, killed=True):
-            return self._go_on_without_scheduler(now_s)
         elif self.phase in (Phase.RUNNING, Phase.DRAINING, Phase.FAILING):
             self._settle(failed, now_s)
         if self.phase is not Phase.RUNNING:
@@ -274,8 +265,7 @@ class Lifecycle:
     def joined(self, now_s: float, *, is_certain: bool = True) -> None:
         """Handle the scheduler's report that all nodes have joined the cluster.
 
-        ``is_certain`` is false if this is only assumed: then the job does not continue without its
-        scheduler.
+        ``is_certain`` is false if this is only assumed: then no process takes the place of another.
         """
         is_repeated = self._joined  # by the next scheduler
         self._is_certain = is_certain
@@ -323,14 +313,6 @@ class Lifecycle:
                 f"{self._timing.drain_s:g} s of the last worker; ending what is left"
             )
             return [warning, *self._stop(signal.SIGTERM, now_s)]
-        failures = [
-            index
-            for index, found in self.exits.items()
-            if found.status != 0 and index not in self.excused
-        ]
-        is_failing = self.phase is Phase.FAILING
-        if is_failing and self._is_only_the_scheduler(failures, killed=False):
-            return self._go_on_without_scheduler(now_s)
         self.failed = True
         return self._stop(signal.SIGTERM, now_s)
 
@@ -360,28 +342,9 @@ class Lifecycle:
         elif self._is_service_over():
             self.deadline_s = None
         elif self.deadline_s is None:
-            # A scheduler that has failed by now is one without which the job goes on.
-            missed = {"worker"} if self._has_scheduler_ended_well() else {"worker", "scheduler"}
             spared = self.excused | self.standbys.awaited
-            if any(self._specs[index].role not in missed for index in self.exits.keys() - spared):
+            if any(self._specs[index].role != "worker" for index in self.exits.keys() - spared):
                 self.deadline_s = now_s + self._timing.service_s
-
-    def _is_only_the_scheduler(self, failures: Sequence[int], *, killed: bool) -> bool:
-        """Return whether only the scheduler failed and joined workers can continue."""
-        if len(failures) != 1 or self._specs[failures[0]].role != "scheduler":
-            return False
-        if self.standbys.awaited or self.setbacks or self._has_journal(failures[0]):
-            return False  # only a scheduler gives a process its place, and the nodes wait for one
-        is_meant = self.exits[failures[0]].status < 0 or not killed
-        return is_meant and self._is_certain is True and not self._all_ended(worker=True)
-
-    def _go_on_without_scheduler(self, now_s: float) -> list[Effect]:
-        self.failed = True
-        if self.phase is Phase.FAILING:
-            self._enter(Phase.RUNNING, None)
-        self._settle(False, now_s)
-        schedulers = (i for i, spec in enumerate(self._specs) if spec.role == "scheduler")
-        return [self.exits[next(schedulers)]]
 
     def _stop(self, first: signal.Signals, now_s: float) -> list[Effect]:
         self._enter(Phase.STOPPING, None)

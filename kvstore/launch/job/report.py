@@ -32,7 +32,6 @@ from kvstore.launch.plan import ProcessSpec
 
 _HEADING = "======== {} failed; this was the first failure ========"
 FAILURE_HEADING = _HEADING.format("the job")
-GOES_ON = "push and pull go on"
 SHOWN_LINES = 20
 _SHOWN_NAMES = 8
 LONGEST_COMMAND = 2000
@@ -113,8 +112,7 @@ def _ended_too_early(ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]
 
     Too early means: while workers and other service processes still ran. If the whole service ended
     with 0 first, the workers had said goodbye, which is normal. It is also normal if all workers
-    succeeded, since they would have noticed a missing process. A scheduler that failed before any
-    server ended is ignored: the servers are then the whole service.
+    succeeded, since they would have noticed a missing process.
     """
 
     ranks = {spec.rank for spec in specs if spec.role == "server"}
@@ -136,12 +134,8 @@ def _ended_too_early(ended: Sequence[EndedProcess], specs: Sequence[ProcessSpec]
         return all(found.status == 0 and not found.stopped for found in group)
 
     service = of("scheduler", "server")
-    first_server = min((found.sweep for found in of("server")), default=0)
-    is_lost = any(not is_good([found]) and found.sweep < first_server for found in service)
     last_worker = end_of("worker")
-    if is_good(of("server") if is_lost else service) and (
-        end_of("scheduler", "server") <= last_worker or is_good(of("worker"))
-    ):
+    if is_good(service) and (end_of("scheduler", "server") <= last_worker or is_good(of("worker"))):
         return set()
     return {found.index for found in service if found.status == 0 and found.sweep < last_worker}
 
@@ -183,8 +177,6 @@ def failure_block(
     if different := [one for one in failures[1:] if one not in same]:
         names = ", ".join(f"{one.spec.name} ({_how(one)})" for one in different)
         lines.append(f"other failures: {names}")
-    if first.spec.role == "scheduler" and not failures[1:] and not stopped:
-        lines.append("all others ended with exit code 0")
     if stopped:
         names = ", ".join(one.spec.name for one in stopped)
         lines.append(f"ended by the launcher: {names}")
@@ -199,20 +191,7 @@ def goes_on(lost: EndedProcess) -> str:
     where = lost.place or f"pid {lost.pid}"
     if lost.spec.role == "server":
         return f"{name} ({where}) ended with {_how(lost)}: standby {rank} takes its place"
-    if lost.spec.role == "standby":
-        return f"{name} ({where}) ended with {_how(lost)}: server {rank} goes on without it"
-    return _without_scheduler(lost)
-
-
-def _without_scheduler(scheduler: EndedProcess) -> str:
-    status = scheduler.exit.status
-    how = describe_status(status)
-    ended = f"was killed by {how.removeprefix('signal ')}" if status < 0 else f"ended with {how}"
-    where = scheduler.place or f"pid {scheduler.pid}"
-    return (
-        f"the scheduler {ended} ({where}): {GOES_ON}; barriers, init and joins no longer work; "
-        f"at its end the job counts as failed (exit code {exit_code(scheduler.exit)})"
-    )
+    return f"{name} ({where}) ended with {_how(lost)}: server {rank} goes on without it"
 
 
 def starts_again(lost: EndedProcess, count: str) -> str:

@@ -26,7 +26,7 @@ from typing import IO
 
 from kvstore.errors import ArgumentValueError, JobFailed, WorkerFailed
 from kvstore.launch.environment import checkout_root
-from kvstore.launch.job.report import FAILURE_HEADING, GOES_ON, describe_status
+from kvstore.launch.job.report import FAILURE_HEADING, describe_status
 from kvstore.launch.options import RESERVED_NAMES, LaunchError, LaunchOptions, parse_arguments
 from kvstore.launch.run.call_files import MARK, WorkerAnswer, error_of
 
@@ -256,11 +256,6 @@ class LauncherOutput:
     def has_all_of(self, call: int, ranks: int) -> bool:
         """Return whether every worker has announced that its lines are complete."""
         return {(call, rank, one) for rank in range(ranks) for one in (False, True)} <= self.marks
-
-    @property
-    def is_without_scheduler(self) -> bool:
-        """Whether the launcher has reported that the job continues without its scheduler."""
-        return any(GOES_ON in text for text in self.said)
 
     def report(self, without: str) -> JobFailed | None:
         """Return the error of the final report (the first failure), or None.

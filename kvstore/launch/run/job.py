@@ -334,12 +334,9 @@ class RunningJob:
         output = self._launcher.output
         failures = [answer for answer in call.answers.values() if answer.failed]
         has_all = len(call.answers) == self._workers
-        # Workers that serve continue without the scheduler, so the launcher will name no first
-        # failure.
-        is_known = self._mode == "serve" and output.is_without_scheduler
         if not failures and not has_all:
             return math.inf
-        if failures and all(one.blames_another for one in failures) and not is_known:
+        if failures and all(one.blames_another for one in failures):
             return call.failed_at_s + VERDICT_S
         if self._mode == "once" or output.has_all_of(call.number, self._workers):
             return call.last_at_s

@@ -413,7 +413,6 @@ def test_a_members_word_about_another_ends_nobody() -> None:
     hearsay = LossReports()
     hearsay.note(9, 8, "no cable", "server 0", until=10.0)
     assert hearsay.ended(1000.0) == []
-    assert hearsay.words() == [(9, 8, "no cable")]
 
 
 def test_the_end_of_who_has_lost_another_waits_until_that_may_have_come_true() -> None:

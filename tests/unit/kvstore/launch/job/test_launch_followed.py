@@ -198,14 +198,6 @@ def test_a_standby_that_ends_after_its_server_while_workers_run_is_not_told() ->
     assert life.deadline_s == 9.0, "the server has ended too early"
 
 
-def test_a_killed_scheduler_is_still_told_when_a_standby_has_ended() -> None:
-    life = job()
-    life.exited({STANDBY_1: -9}, 1.0)
-    assert life.exited({SCHEDULER: -9}, 2.0) == [Exit(SCHEDULER, -9, 2.0, 2)]
-    assert life.exited({STANDBY_0: 1}, 3.0) == [Exit(STANDBY_0, 1, 3.0, 3)]
-    assert (life.phase, life.failed) == (Phase.RUNNING, True)
-
-
 def test_what_the_launcher_ends_is_not_excused() -> None:
     life = job()
     life.signalled(signal.SIGINT, 1.0)

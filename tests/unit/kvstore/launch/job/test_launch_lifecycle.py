@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from kvstore.launch.job.lifecycle import Lifecycle, Phase
 from kvstore.launch.job.restarts import Timing
 from kvstore.launch.plan import ProcessSpec
@@ -142,73 +144,14 @@ def test_a_server_that_ends_alone_with_0_under_the_workers_is_a_failure() -> Non
     assert (life.phase, life.failed) == (Phase.ENDED, True)
 
 
-def test_a_job_goes_on_when_its_scheduler_is_killed_and_has_failed_at_its_end() -> None:
-    life = job()
-    assert life.exited({SCHEDULER: -9}, 1.0) == [life.exits[SCHEDULER]]
-    assert state(life) == (Phase.RUNNING, None)
-    assert life.exits[SCHEDULER].status == -9
-    life.exited({WORKER_0: 0}, 500.0)
-    life.exited({WORKER_1: 0}, 501.0)
-    assert state(life) == (Phase.DRAINING, 511.0)
-    life.exited({SERVER: 0}, 501.1)
-    assert (life.phase, life.failed, life.drain_expired) == (Phase.ENDED, True, False)
-
-
-def test_without_the_scheduler_the_servers_may_end_before_the_workers_exit() -> None:
-    life = job()
-    life.exited({SCHEDULER: -9}, 1.0)
-    life.exited({SERVER: 0}, 2.0)
-    assert state(life) == (Phase.RUNNING, None)
-    life.exited({WORKER_0: 0, WORKER_1: 0}, 500.0)
-    assert (life.phase, life.failed) == (Phase.ENDED, True)
-
-
-def test_without_the_scheduler_a_server_that_ends_alone_is_still_a_failure() -> None:
-    names = [("scheduler", 0), ("server", 0), ("server", 1), ("worker", 0)]
-    life = Lifecycle([ProcessSpec(*name, ("x",), {}) for name in names], Timing(service_s=8))
-    life.joined(0.0)
-    life.exited({0: -9}, 1.0)
-    life.exited({1: 0}, 2.0)
-    assert state(life) == (Phase.RUNNING, 10.0)
-    assert life.tick(10.0) == [TERM]
-
-
-def test_without_the_scheduler_another_failure_ends_the_job_as_ever() -> None:
-    life = job()
-    life.exited({SCHEDULER: -9}, 1.0)
-    assert life.exited({WORKER_0: 1}, 20.0) == []
-    assert state(life) == (Phase.FAILING, 25.0)
-    assert life.tick(25.0) == [TERM]
-
-
-def test_without_the_scheduler_servers_that_stay_are_ended_after_the_workers() -> None:
-    life = job()
-    life.exited({SCHEDULER: -15}, 1.0)
-    life.exited({WORKER_0: 0, WORKER_1: 0}, 2.0)
-    warning, step = life.tick(12.0)
-    assert isinstance(warning, str)
-    assert "server 0 did not end within 10 s" in warning
-    assert step == TERM
-
-
-def test_a_scheduler_that_is_killed_before_all_have_joined_ends_the_job() -> None:
-    life = job(joined=False)
-    assert life.exited({SCHEDULER: -9}, 1.0) == []
+@pytest.mark.parametrize("has_joined", [True, False])
+@pytest.mark.parametrize("status", [-9, 1])
+def test_a_scheduler_that_is_lost_ends_the_job(has_joined: bool, status: int) -> None:
+    life = job(joined=has_joined)
+    assert life.exited({SCHEDULER: status}, 1.0) == []
     assert state(life) == (Phase.FAILING, 6.0)
     assert life.tick(6.0) == [TERM]
-
-
-def test_where_nobody_says_that_all_have_joined_a_killed_scheduler_ends_the_job() -> None:
-    life = job(joined=False)
-    life.joined(0.0, is_certain=False)
-    assert life.exited({SCHEDULER: -9}, 1.0) == []
-    assert life.tick(6.0) == [TERM]
-
-
-def test_a_scheduler_that_is_killed_together_with_others_is_no_reason_to_go_on() -> None:
-    life = job()
-    assert life.exited({SCHEDULER: -9, WORKER_0: -9}, 1.0) == []
-    assert state(life) == (Phase.FAILING, 6.0)
+    assert life.failed
 
 
 def test_a_scheduler_that_is_killed_after_the_workers_have_ended_is_a_failure() -> None:
@@ -224,22 +167,6 @@ def test_a_scheduler_that_ends_with_an_error_may_be_about_to_be_followed_by_othe
     assert state(life) == (Phase.FAILING, 6.0)
     life.exited({SERVER: 1}, 2.0)
     assert life.tick(6.0) == [TERM]
-
-
-def test_a_job_goes_on_when_nobody_followed_a_scheduler_that_ended_with_an_error() -> None:
-    life = job()
-    life.exited({SCHEDULER: 1}, 1.0)
-    life.exited({WORKER_0: 0}, 2.0)
-    assert life.tick(6.0) == [life.exits[SCHEDULER]]
-    assert (*state(life), life.failed) == (Phase.RUNNING, None, True)
-
-
-def test_ctrl_c_ends_a_job_without_a_scheduler_too() -> None:
-    life = job()
-    life.exited({SCHEDULER: -9}, 1.0)
-    assert life.signalled(signal.SIGINT, 2.0) == [INT]
-    life.exited({SERVER: -2, WORKER_0: -2, WORKER_1: -2}, 2.1)
-    assert (life.phase, life.failed, life.interrupted_by) == (Phase.ENDED, True, signal.SIGINT)
 
 
 def test_ctrl_c_is_passed_on_and_made_stronger_step_by_step() -> None:

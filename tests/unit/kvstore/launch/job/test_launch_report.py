@@ -84,13 +84,11 @@ def test_it_is_still_a_failure_when_a_worker_could_not_even_be_killed() -> None:
     assert order(exits) == [SERVER]
 
 
-def test_a_scheduler_that_was_killed_is_the_cause_and_servers_end_rightly_without_it() -> None:
-    exits = [ended(SCHEDULER, -9, 1), ended(SERVER, 0, 2), ended(WORKER_0, 0, 3)]
-    assert order([*exits, ended(WORKER_1, 0, 4)]) == [SCHEDULER]
-    late = [ended(SCHEDULER, -9, 1), ended(WORKER_0, 0, 2), ended(SERVER, 0, 3)]
-    assert order([*late, ended(WORKER_1, 0, 4)]) == [SCHEDULER]
-    exits.append(ended(WORKER_1, 1, 1))  # noticed together, and it says of whom it has died
-    assert order(exits, {WORKER_1: NODE_LOST}) == [SCHEDULER, WORKER_1]
+def test_a_scheduler_that_was_killed_is_the_cause_of_lost_nodes() -> None:
+    exits = [ended(SCHEDULER, -9, 2), *(ended(each, 1, 1) for each in (SERVER, WORKER_0))]
+    exits.append(ended(WORKER_1, 0, 3))
+    logs = dict.fromkeys([SERVER, WORKER_0], NODE_LOST)
+    assert order(exits, logs) == [SCHEDULER, SERVER, WORKER_0]
 
 
 def test_a_scheduler_that_notices_a_server_which_ended_too_early_is_not_the_cause() -> None:
@@ -135,31 +133,6 @@ def test_the_block_tells_the_first_failure_in_full_and_the_rest_in_a_line() -> N
     ]
 
 
-@pytest.mark.parametrize(
-    ("status", "place", "sentence"),
-    [
-        (-9, "", "the scheduler was killed by SIGKILL (pid 4711): push and pull go on"),
-        (3, "pid 4711 on h", "the scheduler ended with exit code 3 (pid 4711 on h): push and pull"),
-    ],
-)
-def test_the_loss_of_the_scheduler_is_told_with_what_follows(
-    status: int, place: str, sentence: str
-) -> None:
-    lost = EndedProcess(SPECS[SCHEDULER], 4711, ended(SCHEDULER, status, 1), [], place=place)
-    text = goes_on(lost)
-    assert text.startswith(sentence)
-    assert "barriers, init and joins no longer work" in text
-    assert text.endswith(f"(exit code {exit_code(lost.exit)})")
-
-
-def test_the_block_says_so_when_all_went_well_without_the_scheduler() -> None:
-    lost = EndedProcess(SPECS[SCHEDULER], 4711, ended(SCHEDULER, -9, 1), [])
-    alone = failure_block([lost], [], "/logs", start_s=0.0).splitlines()
-    assert alone[-2] == "all others ended with exit code 0"
-    server = EndedProcess(SPECS[SERVER], 1, ended(SERVER, -15, 2, stopped=True), [])
-    assert "all others" not in failure_block([lost], [server], "/logs", start_s=0.0)
-
-
 def test_the_block_says_so_when_a_log_is_empty_and_a_service_ended_too_early() -> None:
     early = EndedProcess(SPECS[SERVER], 1, ended(SERVER, 0, 1), [])
     text = failure_block([early], [], "/logs", start_s=0.0)
@@ -184,14 +157,6 @@ def test_whoever_failed_in_the_same_words_is_only_named() -> None:
     killed = EndedProcess(specs[1], 1, ended(1, -9, 1), logs[1])
     lines = failure_block([failures[0], killed], [], "/logs", start_s=0.0).splitlines()
     assert lines[-2] == "other failures: worker 1 (signal SIGKILL)"
-
-
-def test_one_of_several_servers_may_end_just_before_a_last_worker_that_succeeds() -> None:
-    roles = [("scheduler", 0), ("server", 0), ("server", 1), ("worker", 0)]
-    specs = [ProcessSpec(*role, ("x",), {}) for role in roles]
-    exits = [ended(0, -9, 1), ended(1, 0, 2), ended(3, 0, 3), ended(2, 0, 4)]
-    failures, _ = failures_of([EndedProcess(specs[one.index], 1, one, ()) for one in exits], specs)
-    assert [one.exit.index for one in failures] == [0]
 
 
 def report_of(statuses: dict[int, int], *, was_signalled: bool = False) -> JobReport:
@@ -337,11 +302,11 @@ def test_a_standby_in_the_place_of_its_server_is_blamed_like_a_server() -> None:
 
 def test_a_standby_that_the_launcher_ended_makes_no_server_a_failure() -> None:
     specs = [*SPECS, ProcessSpec("standby", 0, ("python",), {})]
-    exits = [ended(SCHEDULER, -9, 1), ended(SERVER, 0, 2), ended(WORKER_0, 0, 2)]
+    exits = [ended(SCHEDULER, 0, 1), ended(SERVER, 0, 2), ended(WORKER_0, 7, 2)]
     exits += [ended(WORKER_1, 0, 3), ended(4, -15, 4, stopped=True)]
     all_ended = [EndedProcess(specs[one.index], 1, one, ()) for one in exits]
     failures, stopped = failures_of(all_ended, specs)
-    assert [one.spec.name for one in failures] == ["scheduler"]
+    assert [one.spec.name for one in failures] == ["worker 0"]
     assert [one.spec.name for one in stopped] == ["standby 0"]
 
 

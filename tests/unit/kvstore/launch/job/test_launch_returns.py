@@ -185,10 +185,9 @@ def test_a_worker_that_fails_together_with_the_service_is_not_started_again(othe
     assert_fails(job(), {other: -9, WORKER_1: -9})
 
 
-@pytest.mark.parametrize("status", [-9, 0])
-def test_without_a_scheduler_that_gives_places_none_is_started_again(status: int) -> None:
+def test_without_a_scheduler_that_gives_places_none_is_started_again() -> None:
     life = job()
-    life.exited({SCHEDULER: status}, 1.0)
+    life.exited({SCHEDULER: 0}, 1.0)
     assert life.phase is Phase.RUNNING
     assert_fails(life, {WORKER_1: -9})
 

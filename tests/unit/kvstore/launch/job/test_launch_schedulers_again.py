@@ -125,13 +125,6 @@ def test_a_scheduler_that_no_worker_will_join_is_not_started_again() -> None:
     assert (life.phase, life.restarts.due, life.restarts.num_left) == (Phase.FAILING, {}, 3)
 
 
-def test_without_a_journal_the_job_goes_on_without_a_scheduler() -> None:
-    """As without ``--restarts``, and where the scheduler is not on the launcher's machine."""
-    life = job(journal=False)
-    assert life.exited({SCHEDULER: -9}, 10.0) == [Exit(SCHEDULER, -9, 10.0, 1)]
-    assert (life.phase, life.failed, life.due_s) == (Phase.RUNNING, True, None)
-
-
 def test_where_its_place_cannot_start_it_the_job_fails() -> None:
     life = job()
     assert life.exited({SCHEDULER: -9}, 10.0, is_final=True) == []

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from kvstore.errors import JobFailed, WorkerFailed
-from kvstore.launch.job.report import EndedProcess, failure_block, goes_on
+from kvstore.launch.job.report import EndedProcess, failure_block
 from kvstore.launch.job.restarts import Exit
 from kvstore.launch.plan import ProcessSpec
 from kvstore.launch.run.background import LauncherOutput, show
@@ -88,15 +88,6 @@ def test_a_block_about_the_service_names_it(role: str) -> None:
     name = role if role == "scheduler" else f"{role} 0"
     assert first == f"{name} ended with exit code 7; its log is empty"
     assert last == "logs of all processes: /tmp/kvstore-run-x/logs"
-
-
-def test_the_output_knows_that_the_job_goes_on_without_its_scheduler() -> None:
-    output = LauncherOutput()
-    output.show("[worker 0] push and pull go on", is_error=True)
-    assert not output.is_without_scheduler
-    lost = EndedProcess(ProcessSpec("scheduler", 0, ("x",), {}), 7, Exit(0, -9, 1.0, 1), [])
-    output.show(f"[launcher] {goes_on(lost)}", is_error=True)
-    assert output.is_without_scheduler
 
 
 def test_a_block_that_is_cut_off_is_none() -> None:
