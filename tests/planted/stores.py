@@ -321,11 +321,11 @@ BUGS = [
         "tests/unit/kvstore/launch/agents/test_launch_agent_listener.py",
     ),
     Bug(
-        "a job goes on without its scheduler though no report says that all had joined",
+        "a worker is started again though no report says that all had joined",
         "kvstore/launch/job/lifecycle.py",
-        "return is_meant and self._is_certain is True and not self._all_ended(worker=True)",
-        "return is_meant and not self._all_ended(worker=True)",
-        "tests/unit/kvstore/launch/job/test_launch_lifecycle.py",
+        "is_running = self.phase is Phase.RUNNING and self._is_certain is True",
+        "is_running = self.phase is Phase.RUNNING and self._joined",
+        "tests/unit/kvstore/launch/job/test_launch_returns.py",
     ),
     Bug(
         "a secret of a job may be read by all users of a machine",

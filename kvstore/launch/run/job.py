@@ -195,9 +195,8 @@ class RunningJob:
         except DeadlineError:
             show([(True, f"[launcher] the job did not end within {END_S:g} s; ending it")])
         if self.ending is not None and self.ending.report is not None:
-            order = "although" if self.ending.report.role == "scheduler" else "but then"
             error = first_cause({}, self.ending)
-            show([(True, f"[launcher] all workers had returned, {order} {error}")])
+            show([(True, f"[launcher] all workers had returned, but then {error}")])
         self.end()
 
     def refuse(self, why: str) -> None:
