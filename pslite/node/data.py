@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from pslite.errors import NodeLostError, ProtocolError, PSError, UsageError, told
 from pslite.future import Future
-from pslite.ids import SCHEDULER_ID, NodeInfo, Role, node_id, worker_rank
+from pslite.ids import NodeInfo, Role, node_id, worker_rank
 from pslite.node.customer import Handler, Incoming
 from pslite.node.links import Delivery
 from pslite.node.office import Office
@@ -320,10 +320,6 @@ class Traffic:
         if self._server is not None and rank is not None:
             depart = self._server.leave if left else self._server.depart
             self.carry_out(depart(rank, error))
-        if node == SCHEDULER_ID:
-            self._adopt_epoch()
-            if self.primary is not None:  # which could have let the standby take over
-                self.primary.go_on_alone()
 
     def returned(self, node: int) -> None:
         """Go on with another process in the seat of a lost worker or server."""
@@ -438,11 +434,10 @@ class Traffic:
         return nbytes <= _QUICK_BYTES or is_lone
 
     def _adopt_epoch(self) -> None:
-        """Adopt the servers' epoch if the scheduler can no longer announce it."""
+        """Adopt the servers' epoch after this node's goodbye, if it is a new one."""
         office = self._office
         epoch = self.worker.awaited_epoch
-        is_alone = SCHEDULER_ID in office.membership.gone or office.membership.has_said_goodbye
-        if is_alone and epoch > office.membership.epoch:
+        if office.membership.has_said_goodbye and epoch > office.membership.epoch:
             self.begin_epoch(epoch)
 
     def _report(self, message: RoundWaits) -> None:

@@ -133,8 +133,6 @@ class PeerWatch:
         if not gone.left:
             self.forget(gone.node.uid)
             office.links.shut(gone.node.uid)
-            if office.role is not Role.SCHEDULER:  # which tells the process, if it is still there
-                office.van.disconnect(gone.node.uid)  # another one may have its address now
         elif not self.is_connected(gone.node.uid):
             self.disconnected(gone.node.uid, office.clock())
         for listener in self.on_departure:

@@ -156,7 +156,7 @@ class Mishaps:
         return until
 
     def _lasts_on(self, seconds: float) -> float:
-        """Do what ``_lasts`` does; while it is open who is lost, this may change it."""
+        """Note a mishap that may change who is lost, if that is being decided."""
         return self._lasts(seconds, is_loss=self._simulation.now < self._calm_at)
 
     # -- who can be lost ---------------------------------------------------------------

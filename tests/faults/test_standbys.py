@@ -501,14 +501,16 @@ def test_a_server_that_was_filled_itself_fills_the_next_standby_with_all_it_has(
         simulation.kill_standby(0)
         simulation.start_standby(0)
         yield 12.0
+        lost.update(contents(simulation.servers[0]))
         simulation.kill_server(0)
         simulation.start_standby(0)
         yield 12.0
 
+    lost = dict[str, Any]()
     run_to_rest(simulation, script)
     (server,) = simulation.servers
-    (part,) = stores_of(server)._parts
-    assert server.attempt == 1 and part.count == 2 and simulation.standbys
+    assert server.attempt == 1 and simulation.standbys
+    assert contents(server) == lost
 
 
 def test_the_status_says_whether_a_server_has_a_standby() -> None:
@@ -679,6 +681,31 @@ def test_a_server_that_has_lost_its_place_answers_nothing() -> None:
     simulation.run(script)
     assert asked_at == [8.5]
     simulation.finish()
+
+
+def test_a_server_that_loses_its_standby_answers_nothing_before_the_scheduler_says_so() -> None:
+    """The scheduler, which the server cannot reach any more, gives the seat to the standby."""
+    simulation = simulation_of(1, standbys=1)
+    server, standby = simulation.servers[0], simulation.standbys[0]
+    sums: list[float] = []
+
+    def script(node: Postoffice) -> Steps:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=-1.0))
+        yield store.init_async("w", np.zeros(3))
+        out = np.zeros(3)
+        for _ in range(100):
+            yield store.pushpull_async("w", np.ones(3), out)
+            sums.append(out[0])
+            yield 0.2
+
+    simulation.at(3.0, lambda: simulation.cut(server, standby, 60.0))
+    simulation.at(4.5, lambda: simulation.cut(server, simulation.scheduler, 60.0))
+    simulation.run(script)
+    assert standby.attempt == 1
+    simulation.finish()
+    assert sums == [2.0 * number for number in range(1, 101) for _ in range(2)]
 
 
 def test_a_standby_does_not_hear_its_server_after_it_has_taken_the_seat() -> None:

@@ -180,9 +180,9 @@ BUGS = [
     ),
     Bug(
         "a node goes on connecting to a lost peer",
-        "pslite/node/peer_watch.py",
-        "                office.van.disconnect(gone.node.uid)  # another one",
-        "                pass  # another one",
+        "pslite/node/member.py",
+        "office.links.shut(gone.node.uid)\n            office.van.disconnect(gone.node.uid)\n",
+        "office.links.shut(gone.node.uid)\n",
         "tests/faults/test_simulated_losses.py",
     ),
     Bug(

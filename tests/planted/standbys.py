@@ -15,6 +15,21 @@ RULES = "tests/unit/pslite/protocol/test_replication.py"
 
 BUGS = [
     Bug(
+        "the last array of a state is not copied to a new standby",
+        "kvstore/server/dense.py",
+        "arrays = [*enumerate(states), (-1, previous)]",
+        "arrays = [*enumerate(states[:-1]), (-1, previous)]",
+        f"{FILE}::test_a_server_that_was_filled_itself_fills_the_next_standby_with_all_it_has",
+    ),
+    Bug(
+        "a server that loses its standby goes on alone at once",
+        "pslite/node/member.py",
+        "            office.send(SCHEDULER_ID, StandsBy((), True, self._standby_number))\n",
+        "            office.send(SCHEDULER_ID, StandsBy((), True, self._standby_number))\n"
+        "            primary.go_on_alone()\n",
+        f"{FILE}::test_a_server_that_loses_its_standby_answers_nothing_before_the_scheduler_says_so",
+    ),
+    Bug(
         "a server that was filled itself copies no values before the last round",
         "kvstore/server/dense.py",
         "        arena.changes += 1\n        array.view(np.uint8)[:]",
@@ -251,7 +266,7 @@ BUGS = [
         "pslite/node/member.py",
         "            office.watch.add(SCHEDULER, now)\n            office.watch.add(primary",
         "            office.watch.add(primary",
-        f"{FILE}::test_without_the_scheduler_standbys_end",
+        "tests/faults/test_simulated_losses.py::test_a_lost_scheduler_is_named_on_every_survivor",
     ),
     Bug(
         "a goodbye that comes before the roster is forgotten",

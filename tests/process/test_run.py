@@ -183,8 +183,8 @@ def test_a_server_that_is_killed_twice_is_replaced_twice(
     assert "[launcher] starting a standby of server 0 again (2 of 2 restarts)" in err
 
 
-@pytest.mark.slow(reason="a cluster that loses its scheduler runs always")
-def test_a_call_that_needs_a_barrier_names_the_scheduler_that_was_killed() -> None:
+@pytest.mark.slow(reason="test_losses.py kills a scheduler always")
+def test_a_call_names_the_scheduler_that_was_killed() -> None:
     kill = by_value(kill_the_scheduler)
 
     def work() -> None:
@@ -193,8 +193,14 @@ def test_a_call_that_needs_a_barrier_names_the_scheduler_that_was_killed() -> No
             kill()
         kv.barrier()
 
-    with pytest.raises(JobFailed, match=r"^scheduler ended with signal SIGKILL; "):
+    killed = r"^scheduler ended with signal SIGKILL; "
+    with pytest.raises(JobFailed, match=killed):
         mx.run(work, workers=2, servers=1)
+    with mx.LocalCluster(workers=2, servers=1) as cluster:
+        with pytest.raises(JobFailed, match=killed):
+            cluster.run(work)
+        with pytest.raises(ClosedError):
+            cluster.run(work)
 
 
 @pytest.mark.slow(reason="it waits; a call that never returns runs always")

@@ -32,7 +32,7 @@ fails the job. The others, which wait for a process that will not come, are ende
 A scheduler with a journal is started again, too, if a signal killed it, also before all have joined
 and while the service ends. It goes on from the journal. Until then, all nodes wait for it. So if no
 restart is left, the job fails. If all others end meanwhile, the scheduler has nothing more to do. A
-scheduler that ends by itself with an error reports that another node is lost.
+scheduler that ends by itself with an error is not started again: the job has failed.
 
 With ``--standbys``, the scheduler gives the place of a lost server to its standby, which is the
 server from then on. Until the scheduler says so, the end of the server is remembered as with a
@@ -94,8 +94,7 @@ class Lifecycle:
         self.failed = False
         self.drain_expired = False
         self.unjoined = False
-        #: None until all have joined; False if that is only assumed.
-        self._is_certain: bool | None = None
+        self._joined = False
         self._specs = specs
         self._timing = timing
         self._sweep = 0
@@ -104,10 +103,6 @@ class Lifecycle:
         self._ladder: list[signal.Signals] = []
         self.restarts = Restarts(timing, restarts, num_used)
         self.standbys = Standbys(specs)
-
-    @property
-    def _joined(self) -> bool:
-        return self._is_certain is not None
 
     @property
     def due_s(self) -> float | None:
@@ -231,13 +226,13 @@ class Lifecycle:
 
     def _sort(self, statuses: Mapping[int, int]) -> tuple[list[int], list[int]]:
         """Return which of these ends are failures, and which only need a message."""
-        if self._is_certain is True and self.phase is not Phase.STOPPING:
+        if self._joined and self.phase is not Phase.STOPPING:
             return self.standbys.sort(statuses, self.exits, can_follow=self._can_follow())
         return [index for index, status in statuses.items() if status != 0], []
 
     def _can_follow(self) -> bool:
         """Return whether a process can get the place of a lost one."""
-        is_running = self.phase is Phase.RUNNING and self._is_certain is True
+        is_running = self.phase is Phase.RUNNING and self._joined
         return is_running and not self._has_scheduler_ended()
 
     def _may_return(self, failures: Sequence[int]) -> bool:
@@ -262,13 +257,10 @@ class Lifecycle:
             if (spec.role, spec.rank) == (role, rank) and role in ("worker", "scheduler"):
                 self.restarts.returned(index)
 
-    def joined(self, now_s: float, *, is_certain: bool = True) -> None:
-        """Handle the scheduler's report that all nodes have joined the cluster.
-
-        ``is_certain`` is false if this is only assumed: then no process takes the place of another.
-        """
+    def joined(self, now_s: float) -> None:
+        """Handle the scheduler's report that all nodes have joined the cluster."""
         is_repeated = self._joined  # by the next scheduler
-        self._is_certain = is_certain
+        self._joined = True
         if self.phase is Phase.DRAINING and not is_repeated:
             self._enter(Phase.DRAINING, now_s + self._timing.drain_s)
 
@@ -330,7 +322,7 @@ class Lifecycle:
                 # The scheduler's report may still be on its way. If it has ended with 0, all had
                 # joined.
                 if not self._joined and self._has_scheduler_ended_well():
-                    self._is_certain = False
+                    self._joined = True
                 patience_s = self._timing.drain_s if self._joined else self._timing.alone_s
                 self._enter(Phase.DRAINING, now_s + patience_s)
             elif not self._joined and self._has_scheduler_ended_well():

@@ -75,9 +75,7 @@ class Located:
 
 @dataclass(frozen=True)
 class Joined:
-    """All nodes have joined; ``is_certain`` is that of ``lifecycle.Lifecycle.joined``."""
-
-    is_certain: bool = True
+    """All nodes have joined."""
 
 
 @dataclass(frozen=True)

@@ -339,7 +339,7 @@ def may_restart(report: JobReport) -> bool:
     """Return whether another attempt may succeed where this one failed.
 
     It may not if the user has ended the job, or if its script does not join it. It need not if all
-    workers have succeeded, though the scheduler was lost.
+    workers have succeeded, and another process was lost only then.
     """
     job = report.lifecycle
     if not job.failed or job.unjoined or report.was_signalled:

@@ -248,7 +248,7 @@ class Supervisor:
             elif isinstance(event, places.Located):
                 self._records[event.index].label = event.label
             elif isinstance(event, places.Joined):
-                self._lifecycle.joined(time.monotonic(), is_certain=event.is_certain)
+                self._lifecycle.joined(time.monotonic())
                 self.terminal.begin_status(time.monotonic())
             else:
                 self._unfinished -= 1

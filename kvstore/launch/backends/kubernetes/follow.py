@@ -172,7 +172,7 @@ class JobPlace(Place):
         shown = f"job {self._job.name}: {len(specs)} pods, label {self._job.selector}"
         # The report that all have joined comes late, or never if no log can be read. So servers get
         # their time to end in any case.
-        return [Note(shown), Joined(is_certain=False)]
+        return [Note(shown), Joined()]
 
     def send_signal(self, number: int) -> None:
         """Delete the Jobs at the first signal; at later signals, end the pods at once."""

@@ -130,12 +130,6 @@ def test_before_all_have_joined_none_is_started_again() -> None:
     assert_fails(job(joined=False), {WORKER_1: -9})
 
 
-def test_where_it_is_only_assumed_that_all_have_joined_none_is_started_again() -> None:
-    life = job(joined=False)
-    life.joined(0.0, is_certain=False)
-    assert_fails(life, {WORKER_1: -9})
-
-
 def test_after_the_last_restart_none_is_started_again() -> None:
     life = job(restarts=1)
     fail_and_start(life, 1.0)
