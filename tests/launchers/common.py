@@ -244,7 +244,9 @@ class EveryLauncher:
                 job.kill()
         block = errors.partition("this was the first failure")[2]
         assert f"process:  scheduler (pid {scheduler}" in block, errors
-        assert re.search(rf"NodeLostError: scheduler \(pid {scheduler} on \S+\) is lost: ", errors)
+        assert re.search(
+            rf"NodeLostError: scheduler \(pid {scheduler} on \S+\) is lost: ", output + errors
+        )
         assert "the last sum" not in output
         assert job.returncode == 137
         assert launcher.nothing_runs()
