@@ -9,7 +9,7 @@ The launcher must end by itself with exit code 0, and all workers with the weigh
 without a kill, bit for bit, and the states of the optimizer, too. Every fifth job is a
 ``dist_async`` one, in which each push must count exactly once. After a single kill the whole job
 may start again only if the victim was a worker outside its loop: any other one must be replaced.
-It takes about four seconds a job::
+It takes about five seconds a job::
 
     python -m tests.kills --jobs 250 --seed 1
 """
