@@ -156,6 +156,7 @@ def main() -> None:
     if options.train is not None:
         train(options.train, options.gigabytes)
     seconds: list[float] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job of this moment ends, too
     while len(seconds) < options.kills:
         kills = min(options.kills_per_job, options.kills - len(seconds))
         with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as output:
