@@ -155,8 +155,8 @@ class Mishaps:
             self._calm_at = max(self._calm_at, decided_at)
         return until
 
-    def _lasts_on(self, seconds: float) -> float:
-        """Note a mishap that may change who is lost, if that is being decided."""
+    def _prolongs(self, seconds: float) -> float:
+        """Note how long a mishap lasts; while it is decided who is lost, it prolongs that."""
         return self._lasts(seconds, is_loss=self._simulation.now < self._calm_at)
 
     # -- who can be lost ---------------------------------------------------------------
@@ -333,7 +333,7 @@ class Mishaps:
             return False
         after_s = chance.choice([chance.uniform(0.02, 0.5), chance.uniform(0.5, 12.0)])
         simulation.restart_scheduler(after_s)
-        self._scheduler_until = self._lasts_on(after_s)
+        self._scheduler_until = self._prolongs(after_s)
         return True
 
     # -- what costs no process its seat --------------------------------------------------------
@@ -348,7 +348,7 @@ class Mishaps:
         }[role]
         nodes = [node for node in nodes if not (simulation.is_stopped(node) or node.error)]
         if nodes:
-            until = self._lasts_on(self._chance.uniform(0.05, 4.5))
+            until = self._prolongs(self._chance.uniform(0.05, 4.5))
             simulation.pause(self._chance.choice(nodes), until)
         return bool(nodes)
 
@@ -360,7 +360,7 @@ class Mishaps:
         links += [(servers[rank], standby) for rank, standby in simulation.standbys.items()]
         link = self._either_way(links)
         assert link is not None
-        simulation.cut_one_way(*link, self._lasts_on(self._chance.uniform(0.1, 4.5)))
+        simulation.cut_one_way(*link, self._prolongs(self._chance.uniform(0.1, 4.5)))
         return True
 
     def _slow(self) -> bool:
@@ -368,7 +368,7 @@ class Mishaps:
         nodes = [simulation.scheduler, *simulation.servers, *simulation.workers]
         node = self._chance.choice([*nodes, *simulation.standbys.values()])
         factor = self._chance.choice([3.0, 30.0, 200.0])
-        simulation.slow(node, factor, self._lasts_on(self._chance.uniform(1.0, 8.0)))
+        simulation.slow(node, factor, self._prolongs(self._chance.uniform(1.0, 8.0)))
         return True
 
     # -- the launcher --------------------------------------------------------------------

@@ -43,18 +43,12 @@ def endless(errors: dict[int, tuple[float, BaseException]], clock: Any) -> Any:
     return script
 
 
-def run_until_killed(
-    seed: int, role: str, rank: int, *, without_scheduler_s: float | None = None
-) -> dict[int, tuple[float, BaseException]]:
-    """``without_scheduler_s``: so long before, the scheduler has died, too."""
+def run_until_killed(seed: int, role: str, rank: int) -> dict[int, tuple[float, BaseException]]:
     simulation = Simulation(seed, 3, 2, FAULTS, prepare=install)
     errors: dict[int, tuple[float, BaseException]] = {}
     when = 1.0 + random.Random(seed).random()
     victim = {"worker": simulation.workers, "server": simulation.servers}[role][rank]
     simulation.at(when, lambda: simulation.kill(victim))
-    if without_scheduler_s is not None:
-        at_s = when - without_scheduler_s
-        simulation.at(at_s, lambda: simulation.kill(simulation.scheduler))
     scripts = [endless(errors, lambda: simulation.now) for _ in simulation.workers]
     if role == "worker":
         scripts[rank] = idle
@@ -323,20 +317,6 @@ class Ends:
         now = self._simulation.now
         self.took_s.append(now - failed_at)
         self._simulation.at(now + 0.4, lambda: self._simulation.kill(node))
-
-
-def hold_up(simulation: Simulation, node: Postoffice, until: float) -> None:
-    """Nothing of the node runs before that time, as of a process that gets no processor."""
-    step = node.step
-
-    def late_step(timeout_s: float | None) -> bool:
-        if simulation.now >= until:
-            return step(timeout_s)
-        node.io_queue.due = max(until, node.io_queue.due)
-        return False
-
-    held_up: Any = node
-    held_up.step = late_step
 
 
 @pytest.mark.parametrize("role", ["worker", "server"])
