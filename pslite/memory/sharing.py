@@ -9,6 +9,7 @@ waits up to ``PATIENCE_S`` for the answer. A peer keeps a segment mapped until t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,7 +108,9 @@ class Sharing:
     def forget(self, peer: str) -> None:
         """Forget a peer that is gone; its memory stays mapped while it is referred to."""
         self._taken.pop(peer, None)
-        self._windows.pop(peer, None)
+        windows = self._windows.pop(peer, None)
+        if windows:  # the last one to unmap a gigabyte waits 0.7 s until the kernel has freed it
+            Thread(target=windows.clear, name="unmap", daemon=True).start()
         self._offered.pop(peer, None)
         self._awaited.pop(peer, None)
         self._refused.discard(peer)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
+from queue import SimpleQueue
+from threading import current_thread
 from typing import Any
 
 import numpy as np
@@ -225,6 +228,21 @@ def test_a_peer_that_is_forgotten_gets_bytes_and_what_was_read_from_it_stays() -
         receiver.sharing.resolve("peer", shared, [])
     assert bytes(kept) == b"\1" * 5000
     receiver.sharing.forget("nobody")
+
+
+def test_another_thread_unmaps_the_memory_of_a_peer_that_is_forgotten() -> None:
+    """A standby that takes a place would otherwise wait until its server's memory is free."""
+    sender, receiver = Node(), Node()
+    sender.frame(5000)
+    agree(sender, receiver)
+    (window,) = receiver.sharing._windows["peer"].values()
+    unmapped_by = SimpleQueue[str]()
+    weakref.finalize(window.memory.obj, lambda: unmapped_by.put(current_thread().name))
+    del window
+
+    receiver.sharing.forget("peer")
+
+    assert unmapped_by.get(timeout=30) == "unmap"
 
 
 def test_at_the_end_everything_is_forgotten_and_memory_in_use_stays() -> None:
