@@ -147,10 +147,7 @@ class Config:
         least=0,
     )
     rendezvous_timeout_s: float = _setting(
-        "PS_RENDEZVOUS_TIMEOUT",
-        60.0,
-        "seconds that nodes wait for each other at the start",
-        above=0,
+        "PS_RENDEZVOUS_TIMEOUT", 60.0, "seconds that nodes wait for all others to join", above=0
     )
     roster_interval_s: float = _setting(
         "PS_ROSTER_INTERVAL", 5.0, "seconds between log lines that name the missing nodes", above=0
@@ -181,10 +178,12 @@ class Config:
         most=1,
     )
     stands_by: bool = _setting(
-        "PS_STANDS_BY",
-        False,
-        "1: this server process is the standby of the server with the rank DMLC_TASK_ID",
+        "PS_STANDS_BY", False, "1: this process stands by for the server with the rank DMLC_TASK_ID"
     )
+    job_restarts: int = _setting(
+        "PS_JOB_RESTARTS", 0, "how often the launcher started the job again", least=0, most=65_535
+    )
+    restart_cause: str = _setting("PS_RESTART_CAUSE", "", "why it did so the last time")
     stall_report_s: float = _setting(
         "PS_STALL_REPORT",
         10.0,
@@ -210,8 +209,7 @@ class Config:
     resend_timeout_s: float = _setting(
         "PS_RESEND_TIMEOUT",
         2.0,
-        "milliseconds after which a message that was not accepted is sent again (doubled each "
-        "time)",
+        "milliseconds until a message that was not accepted is sent again (doubled each time)",
         above=0,
         parse=lambda text: float(text) / 1000.0,
     )

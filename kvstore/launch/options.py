@@ -44,6 +44,8 @@ RESERVED_NAMES = frozenset(
         "PS_STANDBYS",
         "PS_STANDS_BY",
         "PS_JOB_ID",
+        "PS_JOB_RESTARTS",
+        "PS_RESTART_CAUSE",
         "PS_JOB_KEY_FD",
         "PS_LISTEN_FD",
         "PS_JOINED_FD",

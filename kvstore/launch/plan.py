@@ -4,9 +4,10 @@ This module is pure: it turns options and facts into a list of :class:`ProcessSp
 starts nor reads anything. The variables are those of ps-lite (``DMLC_*``) plus ``PS_JOB_ID``,
 ``PS_JOB_KEY_FILE``, ``PS_SECURITY``, ``PS_LISTEN_FD`` and ``PS_JOINED_FD``. With ``--restarts``
 there is ``PS_REJOIN_TIMEOUT``, too. ``DMLC_NUM_ATTEMPT`` is as in dmlc-core
-(tracker/dmlc_tracker/local.py), and the scheduler has ``PS_SCHEDULER_JOURNAL``. With ``--standbys``
-all get ``PS_STANDBYS``, and a standby has the variables of its server and ``PS_STANDS_BY``. Read
-``launch/job/supervisor.py`` next, which starts these processes.
+(tracker/dmlc_tracker/local.py), and the scheduler has ``PS_SCHEDULER_JOURNAL``. In a job that was
+started again, all get ``PS_JOB_RESTARTS``, and the scheduler ``PS_RESTART_CAUSE``. With
+``--standbys`` all get ``PS_STANDBYS``, and a standby has the variables of its server and
+``PS_STANDS_BY``. Read ``launch/job/supervisor.py`` next, which starts these processes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ JOURNAL_NAME = "PS_SCHEDULER_JOURNAL"
 # Variables of another job, which no process of this job may see.
 _FOREIGN_NAMES = (
     *("PS_LISTEN_FD", "PS_JOINED_FD", "PS_JOB_KEY_FD", "DMLC_RANK", "DMLC_NUM_ATTEMPT"),
-    *("PS_STANDBYS", "PS_STANDS_BY", JOURNAL_NAME),
+    *("PS_STANDBYS", "PS_STANDS_BY", JOURNAL_NAME, "PS_JOB_RESTARTS", "PS_RESTART_CAUSE"),
     AGENT_ID_NAME,
 )
 SERVER_IMPORT_NAME = "KVSTORE_SERVER_IMPORT"
@@ -72,7 +73,7 @@ class JobFacts:
     as the scheduler; it is None if none would be started. ``worker_hosts`` are the names of the
     workers' machines by rank; if it is empty, all workers run on this machine. On the machine of
     worker 0, ``store_port`` is free for the store of a framework, such as PyTorch's. The job was
-    started ``attempt`` times before.
+    started ``attempt`` times before; ``restart_cause`` says why the last of them failed.
     """
 
     job_id: str
@@ -87,6 +88,7 @@ class JobFacts:
     worker_hosts: tuple[str, ...] = ()
     store_port: int = 0
     attempt: int = 0
+    restart_cause: str = ""
 
 
 def plan_job(
@@ -122,6 +124,8 @@ def plan_job(
     scheduler = {**service, **{name: str(fd) for name, fd in fds.items()}}
     if facts.journal is not None:
         scheduler[JOURNAL_NAME] = facts.journal
+    if facts.restart_cause:
+        scheduler["PS_RESTART_CAUSE"] = facts.restart_cause
     roles: dict[str, tuple[int, Sequence[str], dict[str, str]]] = {
         "scheduler": (1, service_command, scheduler),
         "server": (options.num_servers, service_command, server),
@@ -210,6 +214,8 @@ def _job_variables(options: LaunchOptions, facts: JobFacts) -> dict[str, str]:
         "DMLC_NUM_ATTEMPT": str(facts.attempt),
         "PS_JOB_ID": facts.job_id,
     }
+    if facts.attempt:
+        job["PS_JOB_RESTARTS"] = str(facts.attempt)
     if options.standbys:
         job["PS_STANDBYS"] = str(options.standbys)
     if facts.key_file is not None:

@@ -23,6 +23,7 @@ from tests.faults.returning import (
 
 WORKER_1, SERVER_0 = node_id(Role.WORKER, 1), node_id(Role.SERVER, 0)
 NOTHING = {
+    "job_restarts": 0,
     "replaced_schedulers": 0,
     "replaced_servers": 0,
     "replaced_workers": 0,
@@ -81,6 +82,18 @@ def test_nothing_is_told_of_a_job_in_which_nothing_is_lost() -> None:
     ran(simulation, lambda: None)
     assert happened(simulation) == []
     assert [losses(node) for node in simulation.workers] == [NOTHING, NOTHING]
+
+
+def test_a_restart_of_the_whole_job_is_told_of_once(tmp_path: Path) -> None:
+    simulation = simulation_of(
+        1, journal=str(tmp_path / "journal"), job_restarts=2, restart_cause="server 0 ended"
+    )
+    ran(simulation, lambda: simulation.restart_scheduler(20.0), 0.3)
+    assert [text for _, text in happened(simulation)] == [
+        "restart 2 of the job: server 0 ended",
+        "scheduler goes on in the place of the lost one",
+    ]
+    assert [losses(node)["job_restarts"] for node in simulation.workers] == [2, 2]
 
 
 def test_a_replaced_worker_is_told_of_with_what_it_repeats_and_how_long_it_took() -> None:

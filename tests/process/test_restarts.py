@@ -104,6 +104,9 @@ def test_a_job_without_a_server_goes_on_from_its_last_checkpoint_with_the_same_b
     assert (
         "[launcher] restart 1 of the job: starting all processes again in 1 s (1 of" in ended.text
     )
+    told = re.findall(r"restart 1 of the job: (server 0 .*)", ended.text)
+    assert len(told) == 1, ended.text
+    assert re.fullmatch(r"server 0 \(pid \d+\) ended with signal SIGKILL", told[0])
     assert "[launcher] the job succeeded after 1 restart; logs of all" in ended.lines[-1]
 
 

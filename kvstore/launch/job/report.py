@@ -185,19 +185,22 @@ def failure_block(
     return "\n".join(lines) + "\n"
 
 
+def describe_end(ended: EndedProcess) -> str:
+    """Return ``worker 1 (pid 4711) ended with signal SIGKILL``."""
+    return f"{ended.spec.name} ({ended.place or f'pid {ended.pid}'}) ended with {_how(ended)}"
+
+
 def goes_on(lost: EndedProcess) -> str:
     """Return the message for a lost process without which the job continues."""
-    name, rank = lost.spec.name, lost.spec.rank
-    where = lost.place or f"pid {lost.pid}"
+    rank = lost.spec.rank
     if lost.spec.role == "server":
-        return f"{name} ({where}) ended with {_how(lost)}: standby {rank} takes its place"
-    return f"{name} ({where}) ended with {_how(lost)}: server {rank} goes on without it"
+        return f"{describe_end(lost)}: standby {rank} takes its place"
+    return f"{describe_end(lost)}: server {rank} goes on without it"
 
 
 def starts_again(lost: EndedProcess, count: str) -> str:
     """Return the message for a worker or a scheduler, with :attr:`Restarts.count`."""
-    where = lost.place or f"pid {lost.pid}"
-    return f"{lost.spec.name} ({where}) ended with {_how(lost)}: starting it again ({count})"
+    return f"{describe_end(lost)}: starting it again ({count})"
 
 
 def starts_standby(standby: ProcessRecord, count: str) -> str:

@@ -33,6 +33,7 @@ from kvstore.launch.job.report import (
     attempt_log_dir,
     complete_line,
     conclude,
+    describe_end,
     make_log_dir,
     may_restart,
     remove_logs,
@@ -86,11 +87,13 @@ def run_job(
     """
     check_plan(options, environ, service_command)
     log_dir, is_temporary = make_log_dir(options.log_dir)
-    logs, num_failed, num_single = log_dir, 0, 0
+    logs, num_failed, num_single, cause = log_dir, 0, 0, ""
     mended = Counter[str]()
     try:
         while True:
-            facts = JobFacts(secrets.token_hex(8), checkout_root(), attempt=num_failed)
+            facts = JobFacts(
+                secrets.token_hex(8), checkout_root(), attempt=num_failed, restart_cause=cause
+            )
             when_kept = ", kept if the job fails or loses a process" if is_temporary else ""
             shown_logs = f"{logs}{when_kept}"
             num_left = options.restarts - num_failed - num_single
@@ -111,14 +114,15 @@ def run_job(
             except LaunchError as error:  # of an attempt: a host may answer a little later
                 if num_failed == 0 or not may_try or error.exit_code != 1:
                     raise
-                say(str(error))
+                cause = str(error)
+                say(cause)
             else:
                 num_single += report.lifecycle.num_restarts
                 mended.update(_mended(report.lifecycle))
                 may_try = num_left > report.lifecycle.num_restarts
                 if not (may_try and may_restart(report)):
                     break
-                show_failure(report, logs, num_failed)
+                cause = describe_end(show_failure(report, logs, num_failed)[0])
             wait_s = min(timing.restart_s * 2 ** min(num_failed, 16), timing.longest_restart_s)
             num_failed += 1
             used = f"{num_failed + num_single} of {options.restarts} restarts are used"

@@ -213,6 +213,7 @@ class Returning:
         node = self._node
         membership, now = node.membership, node.clock()
         return {
+            "job_restarts": node.config.job_restarts,
             **{f"replaced_{role.value}s": membership.num_replaced(role) for role in Role},
             "waited_for_lost_s": membership.lost_time.seconds(now),
             "without_scheduler_s": membership.no_scheduler_time.seconds(now),

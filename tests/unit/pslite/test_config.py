@@ -43,6 +43,8 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "scheduler_journal": ("/tmp/j", "/tmp/j", "/tmp/k"),
     "standbys": ("1", 1, 0),
     "stands_by": ("1", True, False),
+    "job_restarts": ("2", 2, 0),
+    "restart_cause": ("worker 1 ended", "worker 1 ended", ""),
     "stall_report_s": ("12", 12.0, 13.0),
     "stall_timeout_s": ("600", 600.0, 7.5),
     "close_timeout_s": ("3", 3.0, 4.0),

@@ -283,6 +283,14 @@ def test_all_processes_know_the_attempt_in_the_last_one_too() -> None:
     assert attempts_of(restarts=0, attempt=0) == {"0"}
 
 
+def test_the_scheduler_of_a_job_that_was_started_again_knows_why() -> None:
+    specs = plan(facts=dataclasses.replace(FACTS, attempt=2, restart_cause="server 0 ended"))
+    assert {spec.environment["PS_JOB_RESTARTS"] for spec in specs.values()} == {"2"}
+    causes = {name: spec.environment.get("PS_RESTART_CAUSE") for name, spec in specs.items()}
+    assert causes == {**dict.fromkeys(specs), "scheduler": "server 0 ended"}
+    assert not any("PS_JOB_RESTARTS" in spec.environment for spec in plan().values())
+
+
 def test_a_standby_has_the_environment_of_its_server_and_comes_after_the_servers() -> None:
     given = (("PS_VERBOSE", "2"),)
     options = dataclasses.replace(OPTIONS, num_servers=2, standbys=1, server_environment=given)
