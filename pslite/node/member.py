@@ -215,6 +215,7 @@ class MemberControl(NodeControl):
             if node.role == Role.SERVER.value:
                 office.van.connect(node.uid, node.address)
         self._stop_waiting()
+        self._away.found()
         office.log.info(1, f"{office.log.name} is connected to others")
         standbys = message.standbys
         office.join(mine[0], members, now, epoch=epoch, attempts=attempts, standbys=standbys)

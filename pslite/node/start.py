@@ -32,7 +32,6 @@ from pslite.node.log import Log, Write
 from pslite.node.member import MemberControl
 from pslite.node.pool import Pool, ThreadPool
 from pslite.node.postoffice import Postoffice
-from pslite.node.scheduler import SchedulerControl
 from pslite.resource_limits import check_files, check_threads, shortage_told
 from pslite.security import mechanism_of
 from pslite.van.base import Van
@@ -171,6 +170,8 @@ def make_node(
     )
     node = Postoffice(config, van, incarnation=incarnation, log=log, clock=clock, pool=pool)
     if role is Role.SCHEDULER:
+        from pslite.node.scheduler import SchedulerControl  # others start faster without it
+
         log.name = f"{role.letter}[1]"
         node.control = SchedulerControl(node, info, __version__, node.on_deadlock)
     else:

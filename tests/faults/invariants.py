@@ -239,6 +239,10 @@ def left(simulation: Simulation) -> list[str]:
         for peer, (number, _) in node.links.unaccepted().items()
         if peer in uids
     ]
+    for node in (*simulation.servers, *simulation.workers, *simulation.standbys.values()):
+        control: Any = node.control
+        if node.error is None and control._away.is_awaited:
+            found.append(f"{node.van.uid} waits for a scheduler")
     for worker in simulation.workers:
         found += _left_on_worker(worker)
     for rank, server in enumerate(simulation.servers):

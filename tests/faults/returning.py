@@ -217,18 +217,27 @@ def simulation_of(
     standbys: int = 0,
     journal: str = "",
     watch: Callable[[Postoffice], None] | None = None,
+    one_machine: bool = False,
     **settings: Any,
 ) -> Simulation:
-    """A cluster that waits for processes in place of lost workers; ``watch`` gets its nodes."""
+    """A cluster that waits for processes in place of lost workers; ``watch`` gets its nodes.
+
+    On ``one_machine`` all see at once that a process has ended.
+    """
 
     def prepare(node: Postoffice) -> None:
         install(node)
+        if one_machine:
+            peers = node.watch
+            peers._has_ended = lambda uid: (  # type: ignore[method-assign]
+                uid in peers._nodes and simulation.pace.is_dead(uid)
+            )
         if node.role is Role.SCHEDULER and seed % 2:  # it shortens its journal early
             node.control._records._most_bytes = 300  # type: ignore[attr-defined]
         if watch is not None:
             watch(node)
 
-    return Simulation(
+    simulation = Simulation(
         seed,
         num_workers,
         num_servers,
@@ -239,6 +248,7 @@ def simulation_of(
         scheduler_journal=journal,
         **settings,
     )
+    return simulation
 
 
 @cache
@@ -284,7 +294,8 @@ def killed_at(make: MakeScript, at_step: int, rank: int, back_s: float = 0.3) ->
 def run(seed: int) -> tuple[Simulation, Counter[str]]:
     """A run in which all goes wrong that a seed says; return how often each mishap came.
 
-    Servers have standbys in half of the seeds. All invariants of ``invariants.py`` are checked,
+    Servers have standbys in half of the seeds, and in a quarter all processes are on one machine.
+    All invariants of ``invariants.py`` are checked,
     and that workers end with the weights of the run without faults.
     """
     chance = random.Random(seed)
@@ -303,6 +314,7 @@ def run(seed: int) -> tuple[Simulation, Counter[str]]:
             standbys=chance.randint(0, 1),
             journal=f"{folder}/journal",
             watch=invariants.watch,
+            one_machine=seed % 4 == 3,
         )
         invariants.simulation = simulation
         simulation.until(lambda: is_complete(simulation))

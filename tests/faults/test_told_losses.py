@@ -96,6 +96,28 @@ def test_a_restart_of_the_whole_job_is_told_of_once(tmp_path: Path) -> None:
     assert [losses(node)["job_restarts"] for node in simulation.workers] == [2, 2]
 
 
+@pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER])
+def test_a_process_that_gets_its_place_from_the_next_scheduler_waits_for_no_other(
+    role: Role, tmp_path: Path
+) -> None:
+    """It is lost together with the scheduler, and on one machine all see that at once."""
+    simulation = simulation_of(1, standbys=1, journal=str(tmp_path / "journal"), one_machine=True)
+
+    def kill() -> None:
+        simulation.restart_scheduler(2.0)
+        if role is Role.SERVER:
+            simulation.kill_server(0)
+        else:
+            simulation.restart(simulation.workers[1], 1.0)
+
+    ran(simulation, kill)
+    lost, taken = (text for _, text in happened(simulation)[1:3])
+    assert lost.startswith(f"{role.value} ") and "takes the place" in taken
+    for node in (*simulation.servers, *simulation.workers):
+        control: Any = node.control
+        assert node.error is None and not control._away.is_awaited, node.van.uid
+
+
 def test_a_replaced_worker_is_told_of_with_what_it_repeats_and_how_long_it_took() -> None:
     simulation = simulation_of(1)
     heard = ran(simulation, lambda: simulation.restart(simulation.workers[1], 30.0))

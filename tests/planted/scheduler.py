@@ -43,6 +43,14 @@ BUGS = [
         f"{LOSSES}::test_training_goes_on_if_the_journal_cannot_be_written",
     ),
     Bug(
+        "a process that gets its place from the next scheduler goes on waiting for one",
+        "pslite/node/member.py",
+        "        self._stop_waiting()\n        self._away.found()\n",
+        "        self._stop_waiting()\n",
+        "tests/faults/test_told_losses.py::"
+        "test_a_process_that_gets_its_place_from_the_next_scheduler_waits_for_no_other",
+    ),
+    Bug(
         "the standby of a server is not in the charter",
         "pslite/protocol/charter.py",
         "return seat._replace(node=NodeInfo(*seat.node), standby=standby, filling=filling)",
