@@ -393,6 +393,13 @@ class Links:
         if entry is not None:
             self._repeat(peer, entry, now, at_once=True)
 
+    def send_again(self, peer: str, now: float) -> None:
+        """Send all messages in flight again: the peer has begun a new channel."""
+        entry = self._peers.get(peer)
+        if entry is not None:
+            for outgoing in entry.channel.repeats(now, at_once=True):
+                self._transmit(peer, entry, outgoing)
+
     def _repeat(self, peer: str, entry: _PeerTraffic, now: float, *, at_once: bool) -> None:
         passed = entry.sent_bytes - self._van.in_transit(peer)
         for outgoing in entry.channel.repeats(now, at_once=at_once, passed=passed):

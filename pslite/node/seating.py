@@ -321,7 +321,7 @@ class Seating:
         """Handle a member that has lost the scheduler and registers again."""
         office, node_id = self._office, node.node_id
         office.links.know(node.uid)
-        office.links.reconnected(node.uid, now)  # it has dropped all before its new channel
+        office.links.send_again(node.uid, now)
         if self.seats.is_welcoming(node_id, self.seats.attempt(node_id)):
             return  # it is told once all members know it
         self._tell_all(node_id)

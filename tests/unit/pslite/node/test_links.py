@@ -521,6 +521,20 @@ def test_what_waits_for_a_connection_is_not_sent_twice_when_it_is_there() -> Non
     assert [frames[0].count(b"lost") for _, frames in node.wire.sent] == [1, 0, 1]
 
 
+def test_to_a_peer_that_begins_anew_all_is_sent_again_also_what_is_on_the_way(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    alice.wire.on_the_way = 1 << 20
+    alice.transmissions()
+    alice.links.reconnected("bob", 0.1)
+    assert alice.wire.sent == []
+    alice.links.send_again("bob", 0.2)
+    alice.links.send_again("carol", 0.2)
+    assert pass_on(alice, bob) == [REQUEST]
+
+
 # -- a channel that begins anew ------------------------------------------------------------
 
 REGISTER = Register(

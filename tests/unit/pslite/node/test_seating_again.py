@@ -42,6 +42,7 @@ class Scheduler:
         self.sent: list[tuple[Any, Message]] = []
         self.looks: list[Any] = []
         self.expected: list[str] = []
+        self.repeated: list[str] = []
         self.events: list[str] = []
         membership = Membership(Role.SCHEDULER)
         membership.begin(ROSTER)
@@ -57,6 +58,7 @@ class Scheduler:
             io_queue=SimpleNamespace(timers=Timers(), look_after_each_step=self.looks.append),
             links=SimpleNamespace(
                 know=lambda peer: None,
+                send_again=lambda peer, now: self.repeated.append(peer),
                 everything_accepted=lambda peers: True,
                 send=lambda peer, message, *_: self.sent.append((peer, message)),
                 send_unnumbered=lambda peer, message: self.sent.append((peer, message)),
@@ -108,6 +110,12 @@ def test_the_members_and_standbys_that_are_not_back_are_looked_for() -> None:
     scheduler.seating.registers(STANDBY)
     scheduler.seating.registers(FIRST)
     assert sorted(scheduler.seating.not_back()) == sorted([SECOND.uid, SERVER.uid])
+
+
+def test_a_member_that_registers_again_gets_what_it_has_dropped() -> None:
+    scheduler = Scheduler(row(FIRST), row(SERVER))
+    scheduler.seating.is_back(FIRST, 1.0)
+    assert scheduler.repeated == [FIRST.uid]
 
 
 def test_a_standby_that_is_still_one_is_told_its_server() -> None:
