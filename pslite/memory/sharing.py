@@ -8,6 +8,7 @@ waits up to ``PATIENCE_S`` for the answer. A peer keeps a segment mapped until t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from threading import Thread
 from typing import Any, NamedTuple
@@ -110,7 +111,8 @@ class Sharing:
         self._taken.pop(peer, None)
         windows = self._windows.pop(peer, None)
         if windows:  # the last one to unmap a gigabyte waits 0.7 s until the kernel has freed it
-            Thread(target=windows.clear, name="unmap", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no thread can be started: this one waits
+                Thread(target=windows.clear, name="unmap", daemon=True).start()
         self._offered.pop(peer, None)
         self._awaited.pop(peer, None)
         self._refused.discard(peer)

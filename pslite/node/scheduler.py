@@ -230,14 +230,14 @@ class SchedulerControl(NodeControl):
     def _goes_on(self, num_before: int) -> None:
         """Say that this process is the scheduler now, after ``num_before`` others."""
         config = self._office.config
-        if not num_before and config.job_restarts:
-            restart = f"restart {config.job_restarts} of the job"
-            self._office.reporter.happened(f"{restart}: {config.restart_cause}")
         if num_before > 0:
             self._office.reporter.happened(
                 f"{self._node.title} goes on in the place of the lost one"
             )
             self._office.membership.attempts[SCHEDULER_ID] = num_before
+        elif config.job_restarts:
+            restart = f"restart {config.job_restarts} of the job"
+            self._office.reporter.happened(f"{restart}: {config.restart_cause}")
         # A scheduler that was lost before it could write to the journal is not known here.
         for listener in self.on_seated if config.scheduler_journal else ():
             listener(self._node)

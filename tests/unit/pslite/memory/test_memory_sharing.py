@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from queue import SimpleQueue
-from threading import current_thread
+from threading import Thread, current_thread
 from typing import Any
 
 import numpy as np
@@ -243,6 +243,26 @@ def test_another_thread_unmaps_the_memory_of_a_peer_that_is_forgotten() -> None:
     receiver.sharing.forget("peer")
 
     assert unmapped_by.get(timeout=30) == "unmap"
+
+
+def test_a_process_that_can_start_no_thread_unmaps_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have as many as it may have, or the interpreter is ending."""
+    sender, receiver = Node(), Node()
+    sender.frame(5000)
+    agree(sender, receiver)
+    (window,) = receiver.sharing._windows["peer"].values()
+    unmapped = weakref.ref(window.memory.obj)
+    del window
+
+    def fail(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", fail)
+    receiver.sharing.forget("peer")
+
+    assert unmapped() is None
 
 
 def test_at_the_end_everything_is_forgotten_and_memory_in_use_stays() -> None:
