@@ -52,8 +52,8 @@ _OPERATORS = (
     "around a store needs"
 )
 _HOROVOD = {
-    "elastic": "a job ends when a rank is lost, with an error that names it; start it with "
-    "kvstore-launch --restarts, and load your checkpoint at its start"
+    "elastic": "a loop over kv.steps survives the loss of a rank; any other job ends with an error "
+    "that names it: start it with kvstore-launch --restarts, and load your checkpoint at its start"
 }
 
 INSTEAD: dict[str, dict[str, str]] = {
