@@ -81,8 +81,7 @@ def failures_of(
     early = _ended_too_early(ended, specs)
 
     def weight(one: EndedProcess) -> tuple[int, int, bool, int]:
-        names_another = any(map(_NAMES_ANOTHER.match, one.last_lines))
-        kind = 1 if one.exit.status == 0 else 2 * names_another
+        kind = 1 if one.exit.status == 0 else 2 * (_named_by(one) is not None)
         return (kind, one.exit.sweep, one.exit.status > 0, one.exit.index)
 
     failed = [one for one in ended if one.exit.status != 0 or one.exit.index in early]
@@ -190,6 +189,28 @@ def describe_end(ended: EndedProcess) -> str:
     return f"{ended.spec.name} ({ended.place or f'pid {ended.pid}'}) ended with {_how(ended)}"
 
 
+def cause_of(failures: Sequence[EndedProcess]) -> str:
+    """Return why the job failed, in one line; ``failures`` are those of :func:`failures_of`.
+
+    If no process has failed by itself, it is what the scheduler says: the lost process may not have
+    ended. Otherwise the scheduler may say more about the loss than how the process has ended.
+    """
+    by_scheduler = sorted(failures, key=lambda one: one.spec.role != "scheduler")
+    verdicts = [text for one in by_scheduler if (text := _named_by(one)) is not None]
+    if not verdicts:
+        return describe_end(failures[0])
+    if _named_by(failures[0]) is not None:
+        return verdicts[0]
+    _, *more = verdicts[0].split("; ", 1)
+    return "; ".join([describe_end(failures[0]), *more])
+
+
+def _named_by(ended: EndedProcess) -> str | None:
+    """Return the error with which a process names another one as the cause of its end."""
+    lines = [line for line in ended.last_lines if _NAMES_ANOTHER.match(line)]
+    return lines[-1].partition(": ")[2] if lines else None
+
+
 def goes_on(lost: EndedProcess) -> str:
     """Return the message for a lost process without which the job continues."""
     rank = lost.spec.rank
@@ -199,12 +220,12 @@ def goes_on(lost: EndedProcess) -> str:
 
 
 def starts_again(lost: EndedProcess, count: str) -> str:
-    """Return the message for a worker or a scheduler, with :attr:`Restarts.count`."""
+    """Return the message for a worker or a scheduler, with :meth:`Restarts.count`."""
     return f"{describe_end(lost)}: starting it again ({count})"
 
 
 def starts_standby(standby: ProcessRecord, count: str) -> str:
-    """Return the message for another standby, with :attr:`Restarts.count`."""
+    """Return the message for another standby, with :meth:`Restarts.count`."""
     where = "" if standby.label is None else f" on {standby.label}"
     return f"starting a standby of server {standby.spec.rank} again{where} ({count})"
 

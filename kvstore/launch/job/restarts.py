@@ -81,6 +81,8 @@ class Restarts:
         #: Process -> how long its last start had to wait, and when it was.
         self._waits: dict[int, float] = {}
         self._started: dict[int, float] = {}
+        #: Process -> how many restarts were used with its last one.
+        self._counts: dict[int, int] = {}
         #: Process -> when to start it.
         self.due: dict[int, float] = {}
         #: (role, rank) -> how many processes had the place before, as far as it was reported.
@@ -103,6 +105,7 @@ class Restarts:
         self._num_starts[index] += 1
         self.num_left -= 1
         self.num_used += 1
+        self._counts[index] = self.num_used
         self.due[index] = found.at_s + wait_s
 
     @property
@@ -115,10 +118,9 @@ class Restarts:
         """What to say then."""
         return f"all restarts are used ({self.num_all} of {self.num_all})"
 
-    @property
-    def count(self) -> str:
-        """How many restarts are used, and of how many."""
-        return f"{self.num_used} of {self.num_all} restart{'s' * (self.num_all > 1)}"
+    def count(self, index: int) -> str:
+        """Return how many restarts were used when that of a process was planned, of how many."""
+        return f"{self._counts[index]} of {self.num_all} restart{'s' * (self.num_all > 1)}"
 
     @property
     def again(self) -> Set[int]:

@@ -31,9 +31,9 @@ from kvstore.launch.job.registry import new_key, new_key_file, note_job, write_k
 from kvstore.launch.job.report import (
     JobReport,
     attempt_log_dir,
+    cause_of,
     complete_line,
     conclude,
-    describe_end,
     make_log_dir,
     may_restart,
     remove_logs,
@@ -122,7 +122,7 @@ def run_job(
                 may_try = num_left > report.lifecycle.num_restarts
                 if not (may_try and may_restart(report)):
                     break
-                cause = describe_end(show_failure(report, logs, num_failed)[0])
+                cause = cause_of(show_failure(report, logs, num_failed))
             wait_s = min(timing.restart_s * 2 ** min(num_failed, 16), timing.longest_restart_s)
             num_failed += 1
             used = f"{num_failed + num_single} of {options.restarts} restarts are used"

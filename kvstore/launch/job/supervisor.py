@@ -302,13 +302,13 @@ class Supervisor:
         record, ended = self._records[index], self._records[index].ended(again.found)
         if again.server is not None:
             self._let_stand_by(index, again.server)
-            self.terminal.say(starts_standby(record, lifecycle.restarts.count))
+            self.terminal.say(starts_standby(record, lifecycle.restarts.count(index)))
         else:
             if lifecycle.setbacks[index] is again.found:
                 record.setback = ended
             if record.spec.role == "scheduler":  # it was the source of the status
                 self.terminal.pause_status()
-            self.terminal.say(starts_again(ended, lifecycle.restarts.count))
+            self.terminal.say(starts_again(ended, lifecycle.restarts.count(index)))
         environment = dict(record.spec.environment)
         attempt = int(environment.get("DMLC_NUM_ATTEMPT", "0")) + again.number
         environment["DMLC_NUM_ATTEMPT"] = str(attempt)

@@ -11,6 +11,7 @@ from kvstore.launch.job.lifecycle import Lifecycle
 from kvstore.launch.job.report import (
     EndedProcess,
     JobReport,
+    cause_of,
     complete_line,
     describe_status,
     exit_code,
@@ -316,3 +317,35 @@ def test_the_line_that_all_have_joined_counts_standbys() -> None:
     assert line.startswith("all have joined: 2 workers, 1 server and 1 standby on this machine; ")
     line = complete_line(SPECS, ["this machine"], "h:1", "logs")
     assert line.startswith("all have joined: 2 workers and 1 server on this machine; ")
+
+
+@pytest.mark.parametrize(
+    ("ends", "verdict", "cause"),
+    [
+        # The lost process has not ended: what the scheduler says of it is the cause.
+        (
+            [(SERVER, 1), (SCHEDULER, 1)],
+            "its place is empty",
+            "worker 1 is lost: its place is empty",
+        ),
+        ([(WORKER_1, -9), (SCHEDULER, 1)], "gone", "worker 1 (pid 7) ended with signal SIGKILL"),
+        (
+            *([(WORKER_1, -9), (SCHEDULER, 1)], "gone; it was lost 3 times"),
+            "worker 1 (pid 7) ended with signal SIGKILL; it was lost 3 times",
+        ),
+        ([(WORKER_1, 3)], "", "worker 1 (pid 7) ended with exit code 3"),
+    ],
+)
+def test_the_cause_of_a_restart_names_the_lost_process(
+    ends: list[tuple[int, int]], verdict: str, cause: str
+) -> None:
+    lines = {
+        WORKER_1: ["ValueError: wrong"],
+        SERVER: ["NodeLostError: worker 1 is lost"],
+        SCHEDULER: [f"NodeLostError: worker 1 is lost: {verdict}", "a last line"],
+    }
+    failures = [
+        EndedProcess(SPECS[index], 7, ended(index, status, 1), lines[index])
+        for index, status in ends
+    ]
+    assert cause_of(failures) == cause

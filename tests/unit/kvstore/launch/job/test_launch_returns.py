@@ -96,6 +96,8 @@ def test_two_that_fail_together_are_both_started_again() -> None:
         Again(Exit(WORKER_0, -9, 10.0, 1), 1),
         Again(Exit(WORKER_1, 7, 10.0, 1), 1),
     ]
+    told = [life.restarts.count(index) for index in (WORKER_0, WORKER_1)]
+    assert told == ["1 of 2 restarts", "2 of 2 restarts"]
 
 
 def test_of_two_that_wait_the_first_one_due_starts_first() -> None:
