@@ -190,9 +190,9 @@ def describe_end(ended: EndedProcess) -> str:
 
 
 def cause_of(failures: Sequence[EndedProcess]) -> str:
-    """Return why the job failed, in one line; ``failures`` are those of :func:`failures_of`.
+    """Return why the job failed, in one line.
 
-    If no process has failed by itself, it is what the scheduler says: the lost process may not have
+    ``failures`` are those of :func:`failures_of`, at least one. If no process has failed by itself, it is what the scheduler says: the lost process may not have
     ended. Otherwise the scheduler may say more about the loss than how the process has ended.
     """
     by_scheduler = sorted(failures, key=lambda one: one.spec.role != "scheduler")

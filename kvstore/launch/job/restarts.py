@@ -119,7 +119,7 @@ class Restarts:
         return f"all restarts are used ({self.num_all} of {self.num_all})"
 
     def count(self, index: int) -> str:
-        """Return how many restarts were used when that of a process was planned, of how many."""
+        """Return how many restarts are used with that of a process, and of how many."""
         return f"{self._counts[index]} of {self.num_all} restart{'s' * (self.num_all > 1)}"
 
     @property
