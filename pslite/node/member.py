@@ -240,8 +240,8 @@ class MemberControl(NodeControl):
             # This answers the registration: from now on watch the scheduler, which sends reports.
             self._office.watch.add(SCHEDULER, now)
             self._roster_line.set(now + 2 * self._office.config.roster_interval_s)
-        else:
-            self._say_who_is_missing(now)
+        elif self._roster_line.due - now < 1.1 * self._office.config.roster_interval_s:
+            self._say_who_is_missing(now)  # the last time was an interval ago
 
     def _say_who_is_missing(self, now: float) -> None:
         config, office = self._office.config, self._office

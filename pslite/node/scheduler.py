@@ -79,7 +79,7 @@ class SchedulerControl(NodeControl):
         self._surveyor = Surveyor(
             office, node, package, self._rendezvous, self._barriers, seats, self._deadlocked
         )
-        self._records = SchedulerRecords(office, self._barriers, seats)
+        self._records = SchedulerRecords(office, node.title, self._barriers, seats)
         #: Van names of the nodes that wait for the roster.
         self._waiting = dict[str, NodeInfo]()
         #: The timer for the earliest time limit of a barrier.
@@ -135,6 +135,9 @@ class SchedulerControl(NodeControl):
         if node.uid != delivery.peer or node.incarnation > delivery.incarnation:
             return
         self._seating.registers(node)
+        if message.attempt >= 0 and not office.membership.roster:
+            self._refuse_unknown(node)
+            return
         if office.membership.node_ids.get(node.uid) == node.node_id:
             self._seating.is_back(node, now)
             return
@@ -167,6 +170,17 @@ class SchedulerControl(NodeControl):
             self._complete(now)
         else:
             office.links.send(delivery.peer, self._waiting_message(now), (), 0, now)
+
+    def _refuse_unknown(self, node: NodeInfo) -> None:
+        """End a process that is a member of a job which this scheduler does not know."""
+        journal = self._office.config.scheduler_journal
+        where = f"PS_SCHEDULER_JOURNAL={journal} has no record" if journal else "it has no journal"
+        text = (
+            f"the scheduler was lost, and {self._node.title} in its place does not know this job: "
+            f"{where} of it; start it with the PS_SCHEDULER_JOURNAL of the lost one"
+        )
+        error = NodeLostError(text, role=Role.SCHEDULER.value, rank=0)
+        self._office.links.send_unnumbered(node.uid, Refused(*told(error)))
 
     def _complete(self, now: float) -> None:
         office = self._office
@@ -232,7 +246,7 @@ class SchedulerControl(NodeControl):
         config = self._office.config
         if num_before > 0:
             self._office.reporter.happened(
-                f"{self._node.title} goes on in the place of the lost one"
+                f"{self._node.title} takes the place of {self._records.lost}, which was lost"
             )
             self._office.membership.attempts[SCHEDULER_ID] = num_before
         elif config.job_restarts:
@@ -458,6 +472,11 @@ class SchedulerControl(NodeControl):
             office.finished.set_result(None)
 
     # -- the end -----------------------------------------------------------------------
+
+    def say_goodbye(self) -> None:
+        super().say_goodbye()
+        if not self._office.membership.neighbours():
+            self._records.end()
 
     def fail(self, error: BaseException) -> None:
         self._stop_waiting()

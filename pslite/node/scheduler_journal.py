@@ -22,9 +22,10 @@ from pslite.wire.codec import pack_value, unpack_value
 CHARTER, REQUEST, DEADLOCK, TERM, APPS, EVENT = b"C", b"R", b"D", b"T", b"A", b"E"
 """The kinds of records.
 
-A ``Charter``; a ``RecordedRequest``; the text of a deadlock; how many processes have gone on from
-the records; the state of the apps, which stands for all requests before it; when something has
-happened to the nodes, by the machine's monotonic clock, and the text for the status of the job.
+A ``Charter``; a ``RecordedRequest``; the text of a deadlock; how many processes have had the
+journal, and the title of the last; the state of the apps, which stands for all requests before it;
+when something has happened to the nodes, by the machine's monotonic clock, and the text for the
+status of the job.
 """
 
 #: Each record begins with its kind, the bytes of its plain data, and their CRC-32.

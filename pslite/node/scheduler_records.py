@@ -36,7 +36,8 @@ _TIMES = 4
 class SchedulerRecords:
     """The records of one scheduler; without PS_SCHEDULER_JOURNAL it writes none."""
 
-    def __init__(self, office: ControlOffice, barriers: Barriers, seats: Seats) -> None:
+    def __init__(self, office: ControlOffice, title: str, barriers: Barriers, seats: Seats) -> None:
+        """``title`` is that of this process."""
         self._office = office
         self._barriers = barriers
         self._seats = seats
@@ -46,6 +47,9 @@ class SchedulerRecords:
         self._most_bytes = _MOST_BYTES
         #: How many processes have gone on from the journal.
         self.num_terms = 0
+        self._title = title
+        #: The title of the scheduler that was lost; "" if this is the first one.
+        self.lost = ""
         self._requests = RecordedRequests(self._uid_of, self._record)
         if office.config.scheduler_journal:
             self._journal = SchedulerJournal(office.config.scheduler_journal)
@@ -81,6 +85,12 @@ class SchedulerRecords:
         self.save()
         self._write(DEADLOCK, text)
 
+    def end(self) -> None:
+        """Let the next job have the file: all members of this one know that it is over."""
+        if self._journal is not None:
+            self._journal.empty()
+            self._journal = None
+
     def _record(self, request: RecordedRequest) -> None:
         self.save()  # what a request does may depend on who is gone
         if self._journal is not None and self._journal.nbytes > self._most_bytes:
@@ -92,7 +102,8 @@ class SchedulerRecords:
         state = self._requests.state()
         if state is None or self._saved is None or self._journal is None:
             return
-        records = [(TERM, self.num_terms), (CHARTER, self._saved.plain()), (APPS, state)]
+        term = self.num_terms, self._title
+        records = [(TERM, term), (CHARTER, self._saved.plain()), (APPS, state)]
         records += [(EVENT, event) for event in self._office.reporter.last_events]
         with contextlib.suppress(OSError, ConfigError):  # it goes on with the long one
             self._journal.replace(records)
@@ -111,8 +122,7 @@ class SchedulerRecords:
                 f"cannot write PS_SCHEDULER_JOURNAL: {error.strerror}; no other process could go "
                 "on in place of this scheduler"
             )
-            self._journal.empty()
-            self._journal = None
+            self.end()
 
     def _is_of_this_job(self, records: Sequence[tuple[bytes, Any]]) -> bool:
         """Return whether the journal can be of this job; fail if it cannot."""
@@ -161,9 +171,9 @@ class SchedulerRecords:
             elif kind == EVENT:
                 self._office.reporter.last_events.append(tuple(plain))
             elif kind == TERM:
-                self.num_terms = plain
+                self.num_terms, self.lost = plain
         self._saved = charter
         self.num_terms += 1
-        self._write(TERM, self.num_terms)
+        self._write(TERM, (self.num_terms, self._title))
         records.clear()
         return charter

@@ -363,7 +363,8 @@ class Seating:
             waiting = Waiting((), (awaited,), now - since)
             self._office.links.send(node.uid, waiting, (), 0, now)
         for spare in self.seats.spares():
-            waiting = Waiting((), (f"the standby of server {spare.rank} to be lost",), 0.0)
+            awaited = f"the end of the standby of server {spare.rank}, to take its place"
+            waiting = Waiting((), (awaited,), 0.0)
             self._office.links.send(spare.uid, waiting, (), 0, now)
 
     def _refuse(self, peer: str, reason: str) -> None:

@@ -448,7 +448,9 @@ def test_the_job_ends_if_the_scheduler_is_lost_whose_journal_could_not_be_writte
         with pytest.raises(NodeLostError):
             simulation.run(waits_and_asks)
     simulation.until(lambda: all(node.error for node in nodes), 100.0)
-    assert all(isinstance(node.error, NodeLostError) for node in nodes)
+    for node in nodes:
+        assert isinstance(node.error, NodeLostError) and node.error.role == "scheduler"
+        assert "does not know this job: PS_SCHEDULER_JOURNAL=" in str(node.error)
 
 
 def waits_and_asks(node: Postoffice) -> Steps:
@@ -644,6 +646,23 @@ def test_a_message_of_the_next_scheduler_before_it_is_asked_is_not_of_the_new_ch
         simulation.run(sync_script(results))
         assert results == expected
         simulation.finish()
+
+
+def test_a_job_may_have_the_journal_of_one_that_has_ended_well(journal: Path) -> None:
+    _, expected = without_loss(sync_script, journal)
+    simulation = simulation_of(journal)
+    simulation.run(sync_script({}))
+    assert journal.stat().st_size > 0
+    simulation.finish()
+    scheduler, (server,) = simulation.scheduler, simulation.servers
+    server.leave()
+    simulation.until(scheduler.finished.done)
+    simulation.until(scheduler.leave().done)
+    assert journal.stat().st_size == 0
+    results: Results = {}
+    settings = {"rejoin_timeout_s": REJOIN_S, "scheduler_journal": str(journal)}
+    Simulation(2, 2, 1, prepare=install, **settings).run(sync_script(results))
+    assert results == expected
 
 
 def test_a_scheduler_refuses_the_journal_of_another_job(journal: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_a_restart_of_the_whole_job_is_told_of_once(tmp_path: Path) -> None:
     ran(simulation, lambda: simulation.restart_scheduler(20.0), 0.3)
     assert [text for _, text in happened(simulation)] == [
         "restart 2 of the job: server 0 ended",
-        "scheduler goes on in the place of the lost one",
+        "scheduler takes the place of scheduler, which was lost",
     ]
     assert [losses(node)["job_restarts"] for node in simulation.workers] == [2, 2]
 
@@ -166,7 +167,7 @@ def test_the_time_without_a_scheduler_is_told_apart(tmp_path: Path) -> None:
     control._away.lost, control._away.found = note_lost, note_found
     ran(simulation, lambda: simulation.restart_scheduler(20.0), 0.3)
     assert [text for _, text in happened(simulation)] == [
-        "scheduler goes on in the place of the lost one"
+        "scheduler takes the place of scheduler, which was lost"
     ]
     without_s = away[-1] - away[0]
     assert 10.0 < without_s < 20.0  # it takes a while to notice the loss
@@ -197,7 +198,7 @@ def test_the_next_scheduler_knows_what_has_happened_before(shortens: bool, tmp_p
     simulation.finish()
     *known, (_, last) = happened(simulation)
     assert len(before) == 2 and known == before
-    assert last == "scheduler goes on in the place of the lost one"
+    assert last == "scheduler takes the place of scheduler, which was lost"
 
 
 def test_a_process_that_joins_later_knows_whom_others_have_replaced(tmp_path: Path) -> None:
@@ -227,3 +228,18 @@ def test_a_process_that_joins_later_knows_whom_others_have_replaced(tmp_path: Pa
     found = losses(simulation.workers[1])
     counts = [found[f"replaced_{role.value}s"] for role in (Role.WORKER, Role.SERVER)]
     assert (counts, found["replaced_schedulers"]) == ([1, 1], 1)
+
+
+def test_a_standby_that_waits_for_its_turn_says_so_now_and_then() -> None:
+    """The scheduler tells it every second, as a sign of life."""
+    simulation = simulation_of(1, standbys=1)
+    simulation.at(1.0, lambda: simulation.start_standby(0))
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        yield 31.0
+
+    simulation.run(script)
+    whom = "the end of the standby of server 0, to take its place"
+    said = [float(line.split()[0]) for line in simulation.lines if f"waiting for {whom}" in line]
+    assert len(said) == 5 and min(b - a for a, b in pairwise(said)) > 4.0, said

@@ -192,8 +192,9 @@ def describe_end(ended: EndedProcess) -> str:
 def cause_of(failures: Sequence[EndedProcess]) -> str:
     """Return why the job failed, in one line.
 
-    ``failures`` are those of :func:`failures_of`, at least one. If no process has failed by itself, it is what the scheduler says: the lost process may not have
-    ended. Otherwise the scheduler may say more about the loss than how the process has ended.
+    ``failures`` are those of :func:`failures_of`, at least one. If no process has failed by itself,
+    it is what the scheduler says: the lost process may not have ended. Otherwise the scheduler may
+    say more about the loss than how the process has ended.
     """
     by_scheduler = sorted(failures, key=lambda one: one.spec.role != "scheduler")
     verdicts = [text for one in by_scheduler if (text := _named_by(one)) is not None]
