@@ -9,7 +9,6 @@ page in the docs both use the metadata of the fields.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -490,6 +489,8 @@ def unknown_names(mapping: Mapping[str, str]) -> list[str]:
     for name in sorted(mapping):
         if name in known or not name.startswith(("PS_", "DMLC_", "KVSTORE_")):
             continue
+        import difflib  # not at the start of every process
+
         is_ours = name.startswith("PS_")
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if is_ours else _MISSPELT)
         if is_ours or close:

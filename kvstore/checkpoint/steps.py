@@ -11,7 +11,6 @@ Blocking file I/O, on the caller's thread. Read next: ``stores/steps.py``.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +100,8 @@ def complete(directory: Path, progress: SavedSteps) -> None:
     earlier = read_progress(directory)
     write_json(directory / LATEST, {"format": _FORMAT, "version": _VERSION, **progress._asdict()})
     if earlier is not None and earlier.num_steps != progress.num_steps:
+        import shutil  # not at the start of every process
+
         shutil.rmtree(path_after(directory, earlier.num_steps), ignore_errors=True)
 
 

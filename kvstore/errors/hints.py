@@ -10,7 +10,6 @@ next: ``kvstore/__init__.py``.
 
 from __future__ import annotations
 
-import difflib
 import dis
 import itertools
 import sys
@@ -152,6 +151,8 @@ def nearest(name: object, known: Iterable[object]) -> str | None:
     """Return the known name most similar to ``name``, or None."""
     if not isinstance(name, str):
         return None
+    import difflib  # not at the start of every process
+
     names = (each for each in known if isinstance(each, str))
     found = difflib.get_close_matches(name, itertools.islice(names, MOST_NAMES), n=1)
     return found[0] if found else None

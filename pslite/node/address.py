@@ -12,7 +12,6 @@ import ipaddress
 import os
 import socket
 import struct
-import uuid
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -127,6 +126,8 @@ def machine_id() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink()
     except OSError:
+        import uuid  # not at the start of every process
+
         return f"{uuid.getnode():x}"
     return f"{boot}/{namespace}"
 

@@ -25,7 +25,7 @@ _MAX_EARLY = 4096
 _MAX_EARLY_BYTES = 256 << 20
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _OpenRequest:
     future: Future[dict[int, Any]]
     waiting: set[int]
@@ -122,7 +122,7 @@ class Reply(NamedTuple):
     frames: Sequence[Any]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Incoming:
     """A received request. Call ``respond`` or ``fail`` once, from any thread."""
 

@@ -56,7 +56,7 @@ class Delivery(NamedTuple):
     """Whether the frames are the sender's own, in this process."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _PeerTraffic:
     channel: Channel
     own: int

@@ -43,7 +43,7 @@ _LAST = 1 << 62
 _CREDITS = 4
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Applying:
     """A round that is being applied and stored."""
 

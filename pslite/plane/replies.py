@@ -43,7 +43,7 @@ class Value(NamedTuple):
     priority: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _OpenAnswer:
     """An answer to one worker that is being put together."""
 

@@ -49,7 +49,7 @@ class WaitingPull(NamedTuple):
     """The result of ``ServerApp.take`` for a request for one part; None for plain values."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Unit:
     """A server's view of several parts in the same state.
 

@@ -41,7 +41,7 @@ class _QueuedMessage(NamedTuple):
     """None until they are made."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Gate:
     """Whether requests may begin."""
 

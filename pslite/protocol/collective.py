@@ -91,7 +91,7 @@ class CollectiveCall(NamedTuple):
         return f"{self.kind}({', '.join(parts)})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Compute(Generic[T]):
     """Compute the result of a round, and answer each message with its share."""
 
@@ -101,7 +101,7 @@ class Compute(Generic[T]):
     """One message from each sender, in the group's order; joined ranks do not send one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AllReady(Generic[T]):
     """All ranks make a call: answer each of them with its number among such calls."""
 
@@ -110,7 +110,7 @@ class AllReady(Generic[T]):
     """From 1 in each group; 0 if a rank has joined and does not make the call."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AllJoined(Generic[T]):
     """All ranks have joined: answer each of them with the rank that joined last."""
 
@@ -119,7 +119,7 @@ class AllJoined(Generic[T]):
     """The rank in the group that joined last."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Refuse(Generic[T]):
     """Answer these messages with ``error``."""
 
@@ -130,7 +130,7 @@ class Refuse(Generic[T]):
 CallEffect = Compute[T] | AllReady[T] | AllJoined[T] | Refuse[T]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _OpenCall(Generic[T]):
     """A call that some ranks have made."""
 

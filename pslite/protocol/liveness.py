@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 AWAITED_S = 30.0
 """The most extra time to wait for a connection if its address answers. The answers may come from
@@ -25,23 +26,21 @@ ENDED_S = 0.5
 PROCESS_GONE = "its process is gone"
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """The peer is lost for good."""
 
     peer: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(NamedTuple):
     """The peer is connected but silent."""
 
     peer: str
     silent_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _PeerState:
     heard_at: float
     reported_at: float
@@ -54,7 +53,7 @@ class _PeerState:
     ended_since: float = math.inf
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _VainConnections:
     """Consecutive connections of one peer that broke before a message was complete."""
 

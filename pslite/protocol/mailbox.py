@@ -44,14 +44,14 @@ class Address(NamedTuple):
     """The number of the letter in its message; 0 for the first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Keep(Generic[L]):
     """Keep the letter, and tell its sender so."""
 
     letter: L
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Deliver(Generic[L, R]):
     """Answer ``request`` with the letter of ``source``."""
 
@@ -62,8 +62,7 @@ class Deliver(Generic[L, R]):
     """Whether the letter was kept; otherwise its sender waits for an answer too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Return:
+class Return(NamedTuple):
     """Answer a sender or a request with ``error``."""
 
     what: object
@@ -73,7 +72,7 @@ class Return:
 MailEffect = Keep[L] | Deliver[L, R] | Return
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Letter(Generic[L]):
     source: int
     nbytes: int
@@ -81,7 +80,7 @@ class _Letter(Generic[L]):
     is_kept: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Slot(Generic[L, R]):
     """Waiting letters, or waiting requests, of one tag or of one numbered letter."""
 
@@ -89,7 +88,7 @@ class _Slot(Generic[L, R]):
     requests: list[tuple[int, R]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Box(Generic[L, R]):
     """One worker's letters, of all its groups."""
 
@@ -98,7 +97,7 @@ class _Box(Generic[L, R]):
     waiting: deque[_Letter[L]] = field(default_factory=deque)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Stream(Generic[T]):
     """Letters or requests that are handled in the order of their numbers."""
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pslite.errors import NodeLostError, UsageError
 from pslite.ids import NodeInfo, Role, role_of
@@ -41,8 +42,7 @@ _SERVED_WORKER = [Role.WORKER.value, Role.SERVER.value]
 """The nodes of a process whose worker runs a server, in the order of the roster."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """The reason why a registration is refused."""
 
     reason: str
@@ -207,8 +207,7 @@ class Rendezvous:
         return now - self._started_at
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(NamedTuple):
     """A node that has left or is lost."""
 
     node: NodeInfo
@@ -232,7 +231,7 @@ class Gone:
         return NodeLostError(text, role=self.node.role, rank=self.node.rank)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Membership:
     """A node's view of the cluster: members, their names, lost nodes and the epoch."""
 
@@ -424,7 +423,7 @@ def with_seated(
     return tuple(found), counts
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Said:
     about: int
     reason: str

@@ -30,9 +30,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Verdict(enum.Enum):
@@ -49,8 +48,7 @@ class Verdict(enum.Enum):
     """The round needs a rank that is gone and has not contributed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Contributions that are applied together."""
 
     rounds: tuple[tuple[int, int], ...]

@@ -59,22 +59,20 @@ TOTAL_PER_FRAME = 16
 """All frames of a message together may have this many times the largest one's bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """One message. ``frames`` are views of bytes (format ``B``) or ``bytes``."""
 
     peer: str
     frames: list[memoryview | bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(NamedTuple):
     """A connection with ``peer`` exists; messages can be sent to it."""
 
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Disconnected:
     """The connection with ``peer`` is gone; ``reason`` is for the reader of a log."""
 
@@ -84,8 +82,7 @@ class Disconnected:
     """The bytes that it carried in both directions, or fewer if the van does not know all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Denied:
+class Denied(NamedTuple):
     """The listener at the address of ``peer`` rejects this van.
 
     Comes at most once per ``connect``, before any ``Connected``, and only if waiting longer cannot
@@ -97,7 +94,7 @@ class Denied:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TurnedAway:
     """Strangers' connections were rejected, ``count`` of them since the last event.
 

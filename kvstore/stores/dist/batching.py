@@ -166,7 +166,7 @@ def mixes_of(shapes: Sequence[Shape]) -> list[Mix]:
     return mixes + _kinds_of(step)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _KeyStep:
     """The operations on one key in a step: a push, a pull, or a push and then a pull."""
 

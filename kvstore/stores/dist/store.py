@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Sequence
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,13 +40,15 @@ from kvstore.stores.dist.in_flight import Destination, Operation
 from kvstore.stores.dist.node import worker_node
 from kvstore.stores.dist.plan import Bucket, Bytes
 from kvstore.stores.dist.sparse import RowCalls
-from kvstore.stores.dist.tables import DistTables, StoreCalls
 from kvstore.stores.dist.transfer import noting_versions
 from kvstore.stores.dist.views import DistViews, no_views
 from kvstore.stores.lazy import begin_writing
-from kvstore.stores.tables import Table
 from pslite import Communicator, Config, Future, Postoffice
 from pslite.future import gather, settled
+
+if TYPE_CHECKING:
+    from kvstore.stores.dist.tables import DistTables
+    from kvstore.stores.tables import Table
 
 
 def create_dist(
@@ -85,7 +87,6 @@ class DistKVStore(DistControl):
         self._rows = RowCalls(node, self._exchange, self._table)
         self.views = DistViews(node, self._exchange, self._table, self._wait_for_values)
         self._views = self.views.table
-        self._tables = DistTables(node, self._exchange, self._servers, self._calls_of_tables())
         self._add_up: AddUp = sums_on_host
         if on_device:
             from kvstore.stores.dist.gpu_sums import sums_for
@@ -283,8 +284,11 @@ class DistKVStore(DistControl):
 
     # -- inside ------------------------------------------------------------------------
 
-    def _calls_of_tables(self) -> StoreCalls:
-        return StoreCalls(
+    @cached_property
+    def _tables(self) -> DistTables:
+        from kvstore.stores.dist.tables import DistTables, StoreCalls
+
+        calls = StoreCalls(
             self._check,
             self._check_may_wait,
             self._wait,
@@ -295,6 +299,7 @@ class DistKVStore(DistControl):
             self._note_error,
             lambda: self._is_closed,
         )
+        return DistTables(self._node, self._exchange, self._servers, calls)
 
     def _to_push(self, key: Keys, value: Values, renewed: Container[Key] = ()) -> Checked:
         """Check the values that a call pushes and return them.

@@ -89,7 +89,7 @@ def split_routing_id(routing_id: bytes) -> RoutingId | None:
         return None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Connection:
     """One accepted connection that has not been reported as ended."""
 
