@@ -163,6 +163,9 @@ class NodeControl(abc.ABC):
         for node in self._office.membership.neighbours():
             self._office.send(node.node_id, Leave())
 
+    def end(self) -> None:  # noqa: B027 - not abstract: only the scheduler has something to do
+        """Note that this node ends by itself, and the others have been told."""
+
 
 def ends_itself(message: Members, speaker: int) -> bool:
     """Return whether ``speaker`` says that it ends because of a loss."""

@@ -63,6 +63,9 @@ class Control(Protocol):
     def fail(self, error: BaseException) -> None:
         """End every wait with ``error``: the node has failed."""
 
+    def end(self) -> None:
+        """Note that this node ends by itself, and the others have been told."""
+
 
 class Office(Protocol):
     """The interface of a node for its parts. I/O thread only."""

@@ -490,6 +490,7 @@ class Postoffice:
             self.log.info(1, f"dropped {sum(dropped.values())} messages: {counts}")
         self.fail(ClosedError("the node was closed"))
         if self.shutdown is not None:
+            self.control.end()
             self.shutdown.done.set_result(None)
         self.io_queue.end()
         self.customers.close()

@@ -179,6 +179,7 @@ class SchedulerControl(NodeControl):
             f"the scheduler was lost, and {self._node.title} in its place does not know this job: "
             f"{where} of it; start it with the PS_SCHEDULER_JOURNAL of the lost one"
         )
+        self._office.log.warn_seldom("unknown job", f"{node.title} is told to end: {text}")
         error = NodeLostError(text, role=Role.SCHEDULER.value, rank=0)
         self._office.links.send_unnumbered(node.uid, Refused(*told(error)))
 
@@ -473,10 +474,8 @@ class SchedulerControl(NodeControl):
 
     # -- the end -----------------------------------------------------------------------
 
-    def say_goodbye(self) -> None:
-        super().say_goodbye()
-        if not self._office.membership.neighbours():
-            self._records.end()
+    def end(self) -> None:
+        self._records.end()
 
     def fail(self, error: BaseException) -> None:
         self._stop_waiting()

@@ -275,6 +275,11 @@ class Seats:
 
     def ask(self, node: NodeInfo, now: float) -> str | None:
         """Note that a process asks for a seat; return why it cannot have one, or None."""
+        if node.role == Role.SERVER.value and any(map(self.takes_standby, self._seats)):
+            return (
+                "this job is complete, and a lost server's place goes to its standby; a process "
+                "that is to stand by needs PS_STANDS_BY=1"
+            )
         if not self.wait_s or node.role != Role.WORKER.value:
             return "this job is complete and does not accept further nodes"
         if node.rank >= self._num_workers:

@@ -648,16 +648,23 @@ def test_a_message_of_the_next_scheduler_before_it_is_asked_is_not_of_the_new_ch
         simulation.finish()
 
 
-def test_a_job_may_have_the_journal_of_one_that_has_ended_well(journal: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_job_may_have_the_journal_of_one_that_has_ended(fails: bool, journal: Path) -> None:
     _, expected = without_loss(sync_script, journal)
     simulation = simulation_of(journal)
-    simulation.run(sync_script({}))
-    assert journal.stat().st_size > 0
-    simulation.finish()
     scheduler, (server,) = simulation.scheduler, simulation.servers
-    server.leave()
+    if fails:
+        simulation.at(3.0, lambda: simulation.kill(server))
+        with pytest.raises(NodeLostError):
+            simulation.run(waits_and_asks)
+    else:
+        simulation.run(sync_script({}))
+        simulation.finish()
+        server.leave()
     simulation.until(scheduler.finished.done)
     simulation.until(scheduler.leave().done)
+    assert journal.stat().st_size > 0
+    scheduler._drain()  # the end of its I/O thread
     assert journal.stat().st_size == 0
     results: Results = {}
     settings = {"rejoin_timeout_s": REJOIN_S, "scheduler_journal": str(journal)}

@@ -446,6 +446,11 @@ def test_workers_that_ask_do_not_get_the_seats_of_servers() -> None:
     assert seats.take() == []
 
 
+def test_a_server_started_again_by_hand_is_told_that_its_standby_has_the_place() -> None:
+    reason = guarded(0).ask(process(2, 0, "server"), 0.0)
+    assert reason is not None and "needs PS_STANDS_BY=1" in reason
+
+
 def test_a_standby_does_not_get_the_seat_of_a_worker() -> None:
     seats = guarded(0)
     seats.may_return(FIRST, yes=True)
