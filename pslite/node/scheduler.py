@@ -177,7 +177,7 @@ class SchedulerControl(NodeControl):
         where = f"PS_SCHEDULER_JOURNAL={journal} has no record" if journal else "it has no journal"
         text = (
             f"the scheduler was lost, and {self._node.title} in its place does not know this job: "
-            f"{where} of it; start it with the PS_SCHEDULER_JOURNAL of the lost one"
+            f"{where} of the job; start the scheduler with the file of the lost one"
         )
         self._office.log.warn_seldom("unknown job", f"{node.title} is told to end: {text}")
         error = NodeLostError(text, role=Role.SCHEDULER.value, rank=0)
