@@ -128,8 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        address, config = _job(options)
-        observer = Observer(address, config=config)
+        observer = _observer(options)
     except ConfigError as error:  # no scheduler was asked: it is the command, or a setting
         return _said(error, 2)
     with observer:
@@ -161,8 +160,8 @@ def _said(error: Exception, code: int) -> int:
     return code
 
 
-def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
-    """Return the scheduler's address, and the configuration with the key.
+def _observer(options: argparse.Namespace) -> Observer:
+    """Return the connection to the job's scheduler.
 
     If no key is given, use that of this user's job, if the launcher runs it here. Raises
     ``ConfigError`` and ``DeadlineError``.
@@ -173,16 +172,20 @@ def _job(options: argparse.Namespace) -> tuple[str | None, Config]:
     if options.security is not None:
         given.update(security=options.security)
     config, _ = Config.from_env(**given)
-    address: str | None = options.address
-    if config.job_key_file or config.job_key_fd is not None:
-        return address, config
-    if address is None and not config.root_uri:
-        address = _only_address()
-    for job in running_jobs():
-        if job.address == address:
-            given.setdefault("security", job.security)
-            config, _ = Config.from_env(**given, job_key_file=job.key_file)
-    return address, config
+    address, job = options.address, None
+    if not config.job_key_file and config.job_key_fd is None:
+        if address is None and not config.root_uri:
+            address = _only_address()
+        job = next((job for job in running_jobs() if job.address == address), None)
+    if job is not None:
+        given.setdefault("security", job.security)
+        config, _ = Config.from_env(**given, job_key_file=job.key_file)
+    try:
+        return Observer(address, config=config)
+    except ConfigError:
+        if job is None or os.path.exists(job.key_file):
+            raise
+        raise DeadlineError(f"the job at {address} has just ended") from None
 
 
 def _only_address() -> str:

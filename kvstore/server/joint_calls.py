@@ -88,7 +88,8 @@ class JointCallCoordinator:
         if joint_call.error is None and joint_call.name != name:
             joint_call.error = UsageError(
                 f"worker {rank} called {name}, but worker {min(joint_call.arrived)} called "
-                f"{joint_call.name}; make these calls in the same order on all workers"
+                f"{joint_call.name}; make the same calls with the same arguments in the same order "
+                "on all workers"
             )
         joint_call.error = joint_call.error or error
         joint_call.arrived[rank] = incoming

@@ -199,9 +199,10 @@ class Steps(Iterator[int]):
         if self._state is not None:
             self._state.load_state_dict(state)
         if store.rank == 0:
-            store._log_progress(
-                f"going on with step {progress.num_steps} of {self._stop}, from {latest}"
-            )
+            text = f"going on with step {progress.num_steps} of {self._stop}"
+            if progress.num_steps == self._stop:
+                text = f"all {self._stop} steps are done"
+            store._log_progress(f"{text}, from {latest}")
         return progress.num_steps
 
     def _read(self, directory: pathlib.Path, progress: SavedSteps) -> Any:

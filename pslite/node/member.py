@@ -256,9 +256,12 @@ class MemberControl(NodeControl):
                 f"for {waited_s:.0f} s",
             )
             return
-        there = ", ".join(self._waiting.present) or "none"
-        missing = ", ".join(self._waiting.missing)
-        office.log.info(0, f"waiting for {missing} for {waited_s:.0f} s; connected: {there}")
+        missing, there = ", ".join(self._waiting.missing), ", ".join(self._waiting.present)
+        if there:
+            text = f"waiting for {missing} for {waited_s:.0f} s; connected: {there}"
+        else:  # the cluster is complete
+            text = f"waiting for {missing} ({waited_s:.0f} s so far)"
+        office.log.info(0, text)
 
     def _too_late(self) -> DeadlineError:
         config = self._office.config
@@ -356,11 +359,10 @@ class MemberControl(NodeControl):
         office.log.learn((node,))
         before = office.seat(node, attempt, now)
         if before is not None:
-            is_server = node.role == Role.SERVER.value
             office.membership.lost_time.ends(node.node_id, now)
             text = f"{node.title} has taken the place of {before.title}"
-            office.log.info(0 if is_server and office.role is Role.WORKER else 1, text)
-            if is_server and self._leaving:
+            office.log.info(0 if office.role is Role.WORKER else 1, text)
+            if node.role == Role.SERVER.value and self._leaving:
                 office.send(node.node_id, Leave())
 
     def _hear(self, speaker: int, message: Members, now: float) -> None:

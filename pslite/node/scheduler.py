@@ -381,8 +381,11 @@ class SchedulerControl(NodeControl):
 
     def _lose(self, node: int, reason: str, now: float) -> None:
         """Handle the loss of a node: another process may take its place, or the job ends."""
-        if self._office.error is not None or not self._seating.lost(node, reason, now):
-            self._depart(node, left=False, reason=self._seating.seats.verdict(node, reason))
+        if self._office.error is None:
+            if self._seating.lost(node, reason, now):
+                return
+            reason = self._seating.seats.verdict(node, reason)
+        self._depart(node, left=False, reason=reason)
 
     def _end_seat(self, node: int, reason: str) -> None:
         self._depart(node, left=False, reason=reason)

@@ -87,7 +87,8 @@ class SchedulerAway:
         self._line.set(now + config.report_after_s)
         where = f"{config.root_uri}:{config.root_port}"
         self._office.log.warn(
-            f"no scheduler at {where} for {now - since:.0f} s; push and pull go on"
+            f"no scheduler at {where} for {now - since:.0f} s; push and pull go on (if its process "
+            "is only stopped, continue it)"
         )
 
     def _give_up(self, now: float) -> None:

@@ -86,7 +86,7 @@ class SchedulerRecords:
         self._write(DEADLOCK, text)
 
     def end(self) -> None:
-        """Let the next job have the file: the members of this one know that it is over."""
+        """Write no more; let the next job have the file, since no process can go on from it."""
         if self._journal is not None:
             self._journal.empty()
             self._journal = None

@@ -17,6 +17,7 @@ from pslite.ids import NodeInfo, Role, role_of
 from pslite.node.control import ControlOffice
 from pslite.node.links import Delivery
 from pslite.protocol.charter import SeatRow
+from pslite.protocol.liveness import PROCESS_GONE
 from pslite.protocol.succession import Seats, Standing, Succession
 from pslite.wire.messages import Members, Refused, Roster, Waiting
 from pslite.wire.recovery import Seated, StandsBy, Vacant
@@ -199,9 +200,10 @@ class Seating:
         attempt = self.seats.attempt(node_id)
         if office.membership.vacate(node_id, attempt, reason) is None:
             return True
-        office.reporter.happened(
-            f"{node.title} is lost: {reason}; another process may take its place"
-        )
+        text = f"{node.title} is lost: {reason}; another process may take its place"
+        if node.role == Role.WORKER.value and reason != PROCESS_GONE:
+            text = f"{text}. If it is still there, end it with kill -9 {node.pid}"
+        office.reporter.happened(text)
         self._save()
         office.watch.vacated(node, reason)
         self.turn_out(node, reason)

@@ -49,7 +49,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pslite.ids import NodeInfo, Role
+from pslite.ids import NodeInfo, Role, role_of
 from pslite.protocol.charter import SeatRow
 
 MOST_LOSSES = 3
@@ -266,12 +266,25 @@ class Seats:
         return True
 
     def verdict(self, node_id: int, reason: str) -> str:
-        """Return the reason for the end of the job, with why no process is awaited."""
-        seat = self._seats.get(node_id)
-        is_worker = seat is not None and seat.node.role == Role.WORKER.value
-        if seat is not None and is_worker and seat.num_losses >= MOST_LOSSES:
-            return f"{reason}; it was lost {seat.num_losses} times in the same step"
-        return reason
+        """Return the reason for the end of the job, with why no process takes the seat."""
+        why = self._why_not(node_id)
+        return f"{reason}; {why}" if why else reason
+
+    def _why_not(self, node_id: int) -> str:
+        seat, is_server = self._seats.get(node_id), role_of(node_id) is Role.SERVER
+        if seat is None:
+            return "it had no standby" if self.wait_s and is_server else ""
+        if seat.takes_none:
+            return f"it has done something that no {'standby' if is_server else 'process'} repeats"
+        if seat.filling is not None:
+            return "its new standby did not have its state yet"
+        if is_server:
+            return "" if seat.standby else "it had no standby"
+        if seat.num_losses >= MOST_LOSSES:
+            return f"it was lost {seat.num_losses} times in the same step"
+        if self.wait_s and not seat.may_return:
+            return "it had not begun a step that another process can repeat"
+        return ""
 
     def ask(self, node: NodeInfo, now: float) -> str | None:
         """Note that a process asks for a seat; return why it cannot have one, or None."""

@@ -206,7 +206,7 @@ def test_workers_that_differ_are_told_so_before_the_first_step(
         stop, state, every = arguments[kv.rank]
         with pytest.raises(UsageError) as caught:
             kv.steps(stop, state, tmp_path, every)
-        assert str(caught.value).partition(" these calls")[0] in texts
+        assert str(caught.value).partition(" the same calls")[0] in texts
 
     with Workers("dist_sync", 2, 1) as workers:
         workers.run(begin)

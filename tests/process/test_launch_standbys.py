@@ -90,7 +90,8 @@ def test_a_server_that_is_killed_is_replaced_by_its_standby(make_job: MakeJob) -
     assert sums(ended.text) == expected
     assert len(set(expected)) == 1
     assert re.search(
-        r"\[launcher\] server 1 \(pid \d+\) ended with signal SIGKILL: standby 1 takes its place",
+        r"\[launcher\] server 1 \(pid \d+\) ended with signal SIGKILL: waiting for standby 1 to "
+        "take its place",
         ended.text,
     )
     assert (
@@ -130,10 +131,12 @@ def test_a_server_whose_new_standby_is_filled_may_be_killed_again(make_job: Make
     assert ended.wait() == 0, job.output()
     assert sums(ended.text) == expected
     said = [line for line in ended.lines if line.startswith("[launcher] ")]
+    killed = "[launcher] server 1 (pid N) ended with signal SIGKILL: "
+    killed += "waiting for standby 1 to take its place"
     assert [re.sub(r"\d{2,}", "N", without_logs(line)) for line in said[1:]] == [
-        "[launcher] server 1 (pid N) ended with signal SIGKILL: standby 1 takes its place",
+        killed,
         "[launcher] starting a standby of server 1 again (1 of 3 restarts)",
-        "[launcher] server 1 (pid N) ended with signal SIGKILL: standby 1 takes its place",
+        killed,
         "[launcher] starting a standby of server 1 again (2 of 3 restarts)",
         "[launcher] the job succeeded; a lost server was replaced 2 times "
         "and a standby was started again 2 times",

@@ -106,7 +106,9 @@ def test_a_job_without_a_server_goes_on_from_its_last_checkpoint_with_the_same_b
     )
     told = re.findall(r"restart 1 of the job: (server 0 .*)", ended.text)
     assert len(told) == 1, ended.text
-    assert re.fullmatch(r"server 0 \(pid \d+\) ended with signal SIGKILL", told[0])
+    assert re.fullmatch(
+        r"server 0 \(pid \d+\) ended with signal SIGKILL; it had no standby", told[0]
+    )
     assert "[launcher] the job succeeded after 1 restart; logs of all" in ended.lines[-1]
 
 
@@ -135,6 +137,8 @@ def test_a_killed_worker_is_replaced_in_its_step_and_the_bits_are_the_same(
     assert f"[launcher] worker {rank} (pid" in ended.text
     assert "ended with signal SIGKILL: starting it again" in ended.text
     assert "another process may take its place" in ended.text
+    taken = rf"worker {rank} \(pid \d+ .*\) has taken the place of worker {rank}"
+    assert re.search(rf"\[worker {1 - rank}\] .*{taken}", ended.text)
     said, _, logs = ended.lines[-1].partition("; logs of all processes: ")
     assert said == "[launcher] the job succeeded; a lost worker was replaced 1 time"
     assert "at step 7" in (Path(logs) / f"worker-{rank}.log").read_text()

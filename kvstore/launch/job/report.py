@@ -153,7 +153,7 @@ def failure_block(
     ``failures`` and ``stopped`` are the results of :func:`failures_of`; there is at least one
     failure. ``remark`` is a further line, or "".
     """
-    first = failures[0]
+    first, cause = failures[0], cause_of(failures)
     age_s = first.exit.at_s - start_s
     command = shlex.join(first.spec.argv)
     if len(command) > LONGEST_COMMAND:
@@ -165,6 +165,7 @@ def failure_block(
         heading,
         f"process:  {first.spec.name} ({first.place or f'pid {first.pid}'})",
         f"ended:    {_how(first)}, {age_s:.1f} s after the start",
+        *([f"cause:    {cause}"] if cause != describe_end(first) else []),
         f"command:  {command}",
         f"the last {count} of its log:" if shown else "its log is empty",
         *(f"    {line}" for line in shown),
@@ -212,11 +213,16 @@ def _named_by(ended: EndedProcess) -> str | None:
     return lines[-1].partition(": ")[2] if lines else None
 
 
-def goes_on(lost: EndedProcess) -> str:
-    """Return the message for a lost process without which the job continues."""
+def goes_on(lost: EndedProcess, *, is_awaited: bool) -> str:
+    """Return the message for a lost process without which the job continues.
+
+    ``is_awaited``: it is a server, and its standby has not taken its place yet.
+    """
     rank = lost.spec.rank
+    if is_awaited:
+        return f"{describe_end(lost)}: waiting for standby {rank} to take its place"
     if lost.spec.role == "server":
-        return f"{describe_end(lost)}: standby {rank} takes its place"
+        return f"{describe_end(lost)}: standby {rank} had taken its place before"
     return f"{describe_end(lost)}: server {rank} goes on without it"
 
 

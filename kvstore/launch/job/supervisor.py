@@ -291,7 +291,8 @@ class Supervisor:
                 lost = self._records[effect.index].ended(effect)
                 if lost.spec.role == "scheduler":  # it was the source of the status
                     self.terminal.end_status()
-                self.terminal.say(goes_on(lost))
+                awaited = self._lifecycle.standbys.awaited if self._lifecycle else ()
+                self.terminal.say(goes_on(lost, is_awaited=effect.index in awaited))
             else:
                 self.terminal.say(effect)
 

@@ -299,7 +299,9 @@ class DistKVStore(DistControl):
             self._note_error,
             lambda: self._is_closed,
         )
-        return DistTables(self._node, self._exchange, self._servers, calls)
+        made = DistTables(self._node, self._exchange, self._servers, calls)
+        tables: DistTables = self.__dict__.setdefault("_tables", made)  # another thread's if first
+        return tables
 
     def _to_push(self, key: Keys, value: Values, renewed: Container[Key] = ()) -> Checked:
         """Check the values that a call pushes and return them.

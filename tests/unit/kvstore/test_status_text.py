@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from kvstore.launch.job.registry import FoundJob
 from kvstore.status import Summary, as_json, as_line, as_table, main, rates, summarise
 from kvstore.stores.dist.progress import StoreProgress
 from pslite.wire.survey import (
@@ -268,6 +270,18 @@ def test_an_interval_that_is_none_is_refused_in_words(
         main(["--watch", text])
     assert ended.value.code == 2
     assert f"--watch: expected at least 0.5 seconds, got {text}\n" in capsys.readouterr().err
+
+
+def test_a_job_that_ends_when_it_is_asked_is_told_as_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its launcher removes the key after the note was read."""
+    job = FoundJob("127.0.0.1:9091", "", str(tmp_path / "job.key"))
+    monkeypatch.setattr("kvstore.status.running_jobs", lambda: [job])
+    for name in ("PS_JOB_KEY_FILE", "PS_JOB_KEY_FD", "DMLC_PS_ROOT_URI"):
+        monkeypatch.delenv(name, raising=False)
+    assert main([]) == 1
+    assert capsys.readouterr().err == "kvstore status: the job at 127.0.0.1:9091 has just ended\n"
 
 
 def test_the_last_lines_say_what_has_happened() -> None:

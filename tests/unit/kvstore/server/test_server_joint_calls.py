@@ -106,6 +106,9 @@ def test_ranks_that_do_different_things_are_all_told_both(num_workers: int, othe
     assert f"worker {other} called close, but worker" in text or (
         "called load_checkpoint, but worker" in text and "called close" in text
     )
+    assert text.endswith(
+        "make the same calls with the same arguments in the same order on all workers"
+    )
     assert text.count(f"worker {other} ") == 1
 
 

@@ -100,7 +100,14 @@ def test_a_report_of_who_is_missing_sets_the_deadline_and_is_logged() -> None:
     member.hear(REPORT)
     member.until(2.0)
     member.hear(Waiting(REPORT.present, REPORT.missing, 3.0))
-    assert member.log == ["waiting for 1 of 1 server for 2 s; connected: worker on alpha (pid 2)"]
+    member.hear(Waiting((), ("the end of worker 0",), 4.0))  # when the cluster is complete
+    member.until(4.0)
+    member.hear(Waiting((), ("the end of worker 0",), 5.0))
+    member.hear(Waiting(REPORT.present, REPORT.missing, 5.0))
+    assert member.log == [
+        "waiting for 1 of 1 server for 2 s; connected: worker on alpha (pid 2)",
+        "waiting for the end of worker 0 (4 s so far)",
+    ]
     assert member.watched == [SCHEDULER]
     member.until(100.0)
     (error,) = member.errors[:1]

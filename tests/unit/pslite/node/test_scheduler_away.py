@@ -106,7 +106,9 @@ def test_it_says_every_ten_seconds_for_how_long_there_is_none() -> None:
     member.away.found()
     member.until(200.0)
     assert member.warnings == [
-        f"no scheduler at host:9091 for {seconds} s; push and pull go on" for seconds in (10, 20)
+        f"no scheduler at host:9091 for {seconds} s; push and pull go on (if its process is only "
+        "stopped, continue it)"
+        for seconds in (10, 20)
     ]
 
 

@@ -64,7 +64,11 @@ def test_the_job_ends_with_a_process_that_may_not_return() -> None:
     seats.ask(process(2), 0.0)
     assert not seats.lost(SECOND, "killed", 1.0)
     assert seats.take() == []
-    assert seats.verdict(SECOND, "killed") == "killed"
+    why = "killed; it had not begun a step that another process can repeat"
+    assert seats.verdict(SECOND, "killed") == why
+    seats.may_return(FIRST, yes=False)
+    assert not seats.lost(FIRST, "killed", 1.0)
+    assert seats.verdict(FIRST, "killed") == "killed; it has done something that no process repeats"
 
 
 def test_a_worker_may_take_back_that_it_may_return() -> None:
@@ -294,7 +298,7 @@ def test_a_server_cannot_have_a_seat_and_its_own_is_not_given_away() -> None:
     seats.may_return(server, yes=True)
     assert not seats.lost(server, "killed", 1.0)
     assert (seats.asking(), seats.take(), seats.attempt(server)) == ([], [], 0)
-    assert seats.verdict(server, "killed") == "killed"
+    assert seats.verdict(server, "killed") == "killed; it had no standby"
 
 
 def test_the_seat_of_a_worker_that_has_left_is_not_given_away() -> None:
@@ -380,7 +384,28 @@ def test_the_loss_of_a_server_without_a_standby_ends_the_job() -> None:
     seats = guarded(0)
     assert not seats.lost(SERVERS[1], "killed", 1.0)
     assert (seats.take(), seats.overdue(1e9)) == ([], [])
-    assert seats.verdict(SERVERS[1], "killed") == "killed"
+    assert seats.verdict(SERVERS[1], "killed") == "killed; it had no standby"
+
+
+def test_the_end_of_a_job_tells_why_no_standby_has_taken_the_place() -> None:
+    seats = guarded(0, 1)
+    assert seats.verdict(SERVERS[0], "killed") == "killed"  # the job ends for another reason
+    seats.dismiss(SERVERS[0])
+    assert seats.verdict(SERVERS[0], "killed") == "killed; it had no standby"
+    assert seats.offer(standby(30, 0)) is None
+    assert len(seats.pairs()) == 1
+    why = "killed; its new standby did not have its state yet"
+    assert seats.verdict(SERVERS[0], "killed") == why
+    seats.dismiss(SERVERS[1], for_good=True)
+    why = "killed; it has done something that no standby repeats"
+    assert seats.verdict(SERVERS[1], "killed") == why
+
+
+def test_without_another_process_to_expect_a_verdict_is_the_reason_alone() -> None:
+    seats = begun(wait_s=0.0, may_return=False)
+    for node in (FIRST, node_id(Role.SERVER, 0)):
+        assert not seats.lost(node, "killed", 1.0)
+        assert seats.verdict(node, "killed") == "killed"
 
 
 def test_each_standby_takes_the_seat_of_its_own_server_only() -> None:

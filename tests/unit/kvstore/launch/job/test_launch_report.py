@@ -13,6 +13,7 @@ from kvstore.launch.job.report import (
     JobReport,
     cause_of,
     complete_line,
+    describe_end,
     describe_status,
     exit_code,
     failure_block,
@@ -276,17 +277,19 @@ def test_a_worker_that_is_started_again_is_told_with_its_end(
 
 
 @pytest.mark.parametrize(
-    ("role", "status", "text"),
+    ("role", "is_awaited", "text"),
     [
-        ("server", -9, "server 1 (pid 7) ended with signal SIGKILL: standby 1 takes its place"),
-        ("standby", 1, "standby 1 (pid 7) ended with exit code 1: server 1 goes on without it"),
+        ("server", True, "waiting for standby 1 to take its place"),
+        ("server", False, "standby 1 had taken its place before"),
+        ("standby", False, "server 1 goes on without it"),
     ],
 )
 def test_a_server_and_a_standby_without_which_the_job_goes_on_are_told(
-    role: str, status: int, text: str
+    role: str, is_awaited: bool, text: str
 ) -> None:
-    spec = ProcessSpec(role, 1, ("python",), {})
-    assert goes_on(EndedProcess(spec, 7, ended(1, status, 1), ())) == text
+    lost = EndedProcess(ProcessSpec(role, 1, ("python",), {}), 7, ended(1, -9, 1), ())
+    told = goes_on(lost, is_awaited=is_awaited)
+    assert told == f"{role} 1 (pid 7) ended with signal SIGKILL: {text}"
 
 
 def test_a_standby_in_the_place_of_its_server_is_blamed_like_a_server() -> None:
@@ -349,3 +352,6 @@ def test_the_cause_of_a_restart_names_the_lost_process(
         for index, status in ends
     ]
     assert cause_of(failures) == cause
+    block = failure_block(failures, [], "/logs", start_s=0.0)
+    is_told = f"cause:    {cause}\n" in block
+    assert is_told == (cause != describe_end(failures[0]))

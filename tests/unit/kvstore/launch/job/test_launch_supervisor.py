@@ -273,7 +273,8 @@ def test_the_process_of_a_server_becomes_the_next_standby_and_names_and_logs_fol
     assert capfd.readouterr().err.splitlines() == [
         "[server 0@a] 1",
         "[standby 0@b] 2",
-        "[launcher] server 0 (pid 100 on a) ended with signal SIGKILL: standby 0 takes its place",
+        "[launcher] server 0 (pid 100 on a) ended with signal SIGKILL: waiting for standby 0 to "
+        "take its place",
         "[launcher] starting a standby of server 0 again on a (2 of 5 restarts)",
         "[standby 0@a] 3",
         "[server 0@b] 4",
