@@ -86,7 +86,7 @@ class SchedulerRecords:
         self._write(DEADLOCK, text)
 
     def end(self) -> None:
-        """Write no more; let the next job have the file, since no process can go on from it."""
+        """Write no more, and let the next job have the file: no process goes on from it."""
         if self._journal is not None:
             self._journal.empty()
             self._journal = None
