@@ -141,7 +141,10 @@ class Launcher:
         until_s = time.monotonic() + SENTENCE_S
         while self.processes() and time.monotonic() < until_s:
             time.sleep(0.1)
-        return not self.processes()
+        left = self.processes()
+        if left:
+            print("still running:", left)
+        return not left
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[str]:
