@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvstore.launch.backends.kubernetes.cluster import ClusterError, connect
-from kvstore.launch.job.registry import SHARED_NAME, running_jobs, shared_directory
+from kvstore.launch.job.registry import SHARED_NAME, FoundJob, running_jobs, shared_directory
 from kvstore.launch.options import LaunchError
 from pslite import Config, Observer, Survey, __version__
 from pslite.errors import ConfigError, DeadlineError, PSError
@@ -174,9 +174,10 @@ def _observer(options: argparse.Namespace) -> Observer:
     config, _ = Config.from_env(**given)
     address, job = options.address, None
     if not config.job_key_file and config.job_key_fd is None:
+        jobs = running_jobs()
         if address is None and not config.root_uri:
-            address = _only_address()
-        job = next((job for job in running_jobs() if job.address == address), None)
+            address = _only_address(jobs)
+        job = next((job for job in jobs if job.address == address), None)
     if job is not None:
         given.setdefault("security", job.security)
         config, _ = Config.from_env(**given, job_key_file=job.key_file)
@@ -188,9 +189,9 @@ def _observer(options: argparse.Namespace) -> Observer:
         raise DeadlineError(f"the job at {address} has just ended") from None
 
 
-def _only_address() -> str:
+def _only_address(jobs: Sequence[FoundJob]) -> str:
     """Return the address of this user's only job."""
-    addresses = [job.address for job in running_jobs()]
+    addresses = [job.address for job in jobs]
     if len(addresses) > 1:
         raise ConfigError(
             f"you run {len(addresses)} jobs; name the scheduler of one: {', '.join(addresses)}"

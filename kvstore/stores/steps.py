@@ -201,7 +201,7 @@ class Steps(Iterator[int]):
         if store.rank == 0:
             text = f"going on with step {progress.num_steps} of {self._stop}"
             if progress.num_steps == self._stop:
-                text = f"all {self._stop} steps are done"
+                text = f"all {self._stop} steps were done already"
             store._log_progress(f"{text}, from {latest}")
         return progress.num_steps
 

@@ -88,7 +88,7 @@ class SchedulerAway:
         where = f"{config.root_uri}:{config.root_port}"
         self._office.log.warn(
             f"no scheduler at {where} for {now - since:.0f} s; push and pull go on (if its process "
-            "is only stopped, continue it)"
+            "is only stopped, continue it with kill -CONT)"
         )
 
     def _give_up(self, now: float) -> None:

@@ -201,8 +201,8 @@ class Seating:
         if office.membership.vacate(node_id, attempt, reason) is None:
             return True
         text = f"{node.title} is lost: {reason}; another process may take its place"
-        if node.role == Role.WORKER.value and reason != PROCESS_GONE:
-            text = f"{text}. If it is still there, end it with kill -9 {node.pid}"
+        if node.role == Role.WORKER.value and not reason.endswith(PROCESS_GONE):
+            text = f"{text} (if this one only hangs, end it: kill -9 {node.pid})"
         office.reporter.happened(text)
         self._save()
         office.watch.vacated(node, reason)

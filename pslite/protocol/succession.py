@@ -275,11 +275,13 @@ class Seats:
         if seat is None:
             return "it had no standby" if self.wait_s and is_server else ""
         if seat.takes_none:
-            return f"it has done something that no {'standby' if is_server else 'process'} repeats"
+            if is_server:
+                return "it could not have a standby any more"
+            return "no process can go on in its place (its log says why)"
         if seat.filling is not None:
             return "its new standby did not have its state yet"
         if is_server:
-            return "" if seat.standby else "it had no standby"
+            return "" if seat.standby else "it had no standby any more"
         if seat.num_losses >= MOST_LOSSES:
             return f"it was lost {seat.num_losses} times in the same step"
         if self.wait_s and not seat.may_return:

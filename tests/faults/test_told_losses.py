@@ -125,9 +125,9 @@ def test_a_replaced_worker_is_told_of_with_what_it_repeats_and_how_long_it_took(
     (lost_at, lost), (taken_at, taken), (repeated_at, repeated) = happened(simulation)
     took_s = taken_at - lost_at
     assert 20.0 < took_s < 30.0  # it takes a while to notice the loss
-    lost, _, advice = lost.partition(". ")
+    lost, _, advice = lost.partition(" (")
     assert lost == "worker 1 is lost; another process may take its place"
-    assert re.fullmatch(r"If it is still there, end it with kill -9 \d+", advice)
+    assert re.fullmatch(r"if this one only hangs, end it: kill -9 \d+\)", advice)
     assert taken == f"worker 1 takes the place of worker 1 after {took_s:.2f} s"
     step = returning_of(simulation.workers[1]).found.result().step
     after_s = repeated_at - lost_at

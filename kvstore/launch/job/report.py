@@ -153,7 +153,9 @@ def failure_block(
     ``failures`` and ``stopped`` are the results of :func:`failures_of`; there is at least one
     failure. ``remark`` is a further line, or "".
     """
-    first, cause = failures[0], cause_of(failures)
+    first, cause, end = failures[0], cause_of(failures), describe_end(failures[0])
+    why = f"no process took its place: {cause.removeprefix(f'{end}; ')}"
+    why = why if cause.startswith(end) else f"cause:    {cause}"
     age_s = first.exit.at_s - start_s
     command = shlex.join(first.spec.argv)
     if len(command) > LONGEST_COMMAND:
@@ -165,7 +167,7 @@ def failure_block(
         heading,
         f"process:  {first.spec.name} ({first.place or f'pid {first.pid}'})",
         f"ended:    {_how(first)}, {age_s:.1f} s after the start",
-        *([f"cause:    {cause}"] if cause != describe_end(first) else []),
+        *([why] if cause != end else []),
         f"command:  {command}",
         f"the last {count} of its log:" if shown else "its log is empty",
         *(f"    {line}" for line in shown),
@@ -201,7 +203,7 @@ def cause_of(failures: Sequence[EndedProcess]) -> str:
     verdicts = [text for one in by_scheduler if (text := _named_by(one)) is not None]
     if not verdicts:
         return describe_end(failures[0])
-    if _named_by(failures[0]) is not None:
+    if not verdicts[0].startswith(f"{failures[0].spec.name} "):
         return verdicts[0]
     _, *more = verdicts[0].split("; ", 1)
     return "; ".join([describe_end(failures[0]), *more])
@@ -222,7 +224,7 @@ def goes_on(lost: EndedProcess, *, is_awaited: bool) -> str:
     if is_awaited:
         return f"{describe_end(lost)}: waiting for standby {rank} to take its place"
     if lost.spec.role == "server":
-        return f"{describe_end(lost)}: standby {rank} had taken its place before"
+        return f"{describe_end(lost)}: standby {rank} has already taken its place"
     return f"{describe_end(lost)}: server {rank} goes on without it"
 
 

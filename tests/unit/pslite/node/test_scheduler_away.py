@@ -107,7 +107,7 @@ def test_it_says_every_ten_seconds_for_how_long_there_is_none() -> None:
     member.until(200.0)
     assert member.warnings == [
         f"no scheduler at host:9091 for {seconds} s; push and pull go on (if its process is only "
-        "stopped, continue it)"
+        "stopped, continue it with kill -CONT)"
         for seconds in (10, 20)
     ]
 

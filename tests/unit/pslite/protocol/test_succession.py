@@ -68,7 +68,10 @@ def test_the_job_ends_with_a_process_that_may_not_return() -> None:
     assert seats.verdict(SECOND, "killed") == why
     seats.may_return(FIRST, yes=False)
     assert not seats.lost(FIRST, "killed", 1.0)
-    assert seats.verdict(FIRST, "killed") == "killed; it has done something that no process repeats"
+    assert (
+        seats.verdict(FIRST, "killed")
+        == "killed; no process can go on in its place (its log says why)"
+    )
 
 
 def test_a_worker_may_take_back_that_it_may_return() -> None:
@@ -391,13 +394,13 @@ def test_the_end_of_a_job_tells_why_no_standby_has_taken_the_place() -> None:
     seats = guarded(0, 1)
     assert seats.verdict(SERVERS[0], "killed") == "killed"  # the job ends for another reason
     seats.dismiss(SERVERS[0])
-    assert seats.verdict(SERVERS[0], "killed") == "killed; it had no standby"
+    assert seats.verdict(SERVERS[0], "killed") == "killed; it had no standby any more"
     assert seats.offer(standby(30, 0)) is None
     assert len(seats.pairs()) == 1
     why = "killed; its new standby did not have its state yet"
     assert seats.verdict(SERVERS[0], "killed") == why
     seats.dismiss(SERVERS[1], for_good=True)
-    why = "killed; it has done something that no standby repeats"
+    why = "killed; it could not have a standby any more"
     assert seats.verdict(SERVERS[1], "killed") == why
 
 

@@ -280,7 +280,7 @@ def test_a_worker_that_is_started_again_is_told_with_its_end(
     ("role", "is_awaited", "text"),
     [
         ("server", True, "waiting for standby 1 to take its place"),
-        ("server", False, "standby 1 had taken its place before"),
+        ("server", False, "standby 1 has already taken its place"),
         ("standby", False, "server 1 goes on without it"),
     ],
 )
@@ -337,6 +337,11 @@ def test_the_line_that_all_have_joined_counts_standbys() -> None:
             "worker 1 (pid 7) ended with signal SIGKILL; it was lost 3 times",
         ),
         ([(WORKER_1, 3)], "", "worker 1 (pid 7) ended with exit code 3"),
+        # A worker was being replaced when the server was lost.
+        (
+            *([(WORKER_0, -9), (SERVER, -9), (SCHEDULER, 1)], "gone; it had no standby"),
+            "worker 1 is lost: gone; it had no standby",
+        ),
     ],
 )
 def test_the_cause_of_a_restart_names_the_lost_process(
@@ -348,10 +353,12 @@ def test_the_cause_of_a_restart_names_the_lost_process(
         SCHEDULER: [f"NodeLostError: worker 1 is lost: {verdict}", "a last line"],
     }
     failures = [
-        EndedProcess(SPECS[index], 7, ended(index, status, 1), lines[index])
+        EndedProcess(SPECS[index], 7, ended(index, status, 1), lines.get(index, ()))
         for index, status in ends
     ]
     assert cause_of(failures) == cause
     block = failure_block(failures, [], "/logs", start_s=0.0)
-    is_told = f"cause:    {cause}\n" in block
-    assert is_told == (cause != describe_end(failures[0]))
+    end, _, why = cause.partition("; ")
+    is_own = end == describe_end(failures[0])
+    told = f"no process took its place: {why}\n" if is_own else f"cause:    {cause}\n"
+    assert (told in block) == (cause != describe_end(failures[0]))
