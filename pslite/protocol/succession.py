@@ -267,10 +267,10 @@ class Seats:
 
     def verdict(self, node_id: int, reason: str) -> str:
         """Return the reason for the end of the job, with why no process takes the seat."""
-        why = self._why_not(node_id)
+        why = self._why_not_replaced(node_id)
         return f"{reason}; {why}" if why else reason
 
-    def _why_not(self, node_id: int) -> str:
+    def _why_not_replaced(self, node_id: int) -> str:
         seat, is_server = self._seats.get(node_id), role_of(node_id) is Role.SERVER
         if seat is None:
             return "it had no standby" if self.wait_s and is_server else ""

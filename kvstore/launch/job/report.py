@@ -154,8 +154,12 @@ def failure_block(
     failure. ``remark`` is a further line, or "".
     """
     first, cause, end = failures[0], cause_of(failures), describe_end(failures[0])
-    why = f"no process took its place: {cause.removeprefix(f'{end}; ')}"
-    why = why if cause.startswith(end) else f"cause:    {cause}"
+    if cause == end:
+        more = []
+    elif cause.startswith(f"{end}; "):
+        more = [f"not replaced: {cause.removeprefix(f'{end}; ')}"]
+    else:
+        more = [f"cause:    {cause}"]
     age_s = first.exit.at_s - start_s
     command = shlex.join(first.spec.argv)
     if len(command) > LONGEST_COMMAND:
@@ -167,7 +171,7 @@ def failure_block(
         heading,
         f"process:  {first.spec.name} ({first.place or f'pid {first.pid}'})",
         f"ended:    {_how(first)}, {age_s:.1f} s after the start",
-        *([why] if cause != end else []),
+        *more,
         f"command:  {command}",
         f"the last {count} of its log:" if shown else "its log is empty",
         *(f"    {line}" for line in shown),

@@ -360,5 +360,5 @@ def test_the_cause_of_a_restart_names_the_lost_process(
     block = failure_block(failures, [], "/logs", start_s=0.0)
     end, _, why = cause.partition("; ")
     is_own = end == describe_end(failures[0])
-    told = f"no process took its place: {why}\n" if is_own else f"cause:    {cause}\n"
+    told = f"not replaced: {why}\n" if is_own else f"cause:    {cause}\n"
     assert (told in block) == (cause != describe_end(failures[0]))
