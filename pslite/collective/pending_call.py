@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from pslite.collective.arrays import Bytes
+from pslite.collective.arrays import IN_PLACE_BYTES, Bytes
 from pslite.collective.asker import CollectiveAsker
 from pslite.collective.waits import CallWaits
 from pslite.collective.wire import (
@@ -124,11 +124,15 @@ class CallUnderWay(Generic[T]):
         server = self._asker.server_of(self._key, chunk, self._step)
         call = CallRequest(self._key, self._call, chunk, layout, self._step)
         body = pack_call(call, self._asker.node.config.num_workers)
-        frames = [as_frame(self._asker.node, piece, server) for piece in pieces]
+        node = self._asker.node
+        frames = [as_frame(node, piece, server) for piece in pieces]
 
         def finish(replies: dict[int, Reply]) -> None:
+            reply = replies[server]
             if not self.future.done():  # otherwise the arrays belong to the caller again
-                take(replies[server])
+                take(reply)
+            if sum(map(len, reply.frames)) >= IN_PLACE_BYTES:
+                node.links.tell_at_once(node.membership.uids.get(server, ""))
 
         asked = self._asker.ask(CALL, body, {server: frames}, finish)
         asked.on_done(lambda done: self._chunk_done(chunk, done))

@@ -8,12 +8,14 @@ worker's side.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pslite.apps.asking import log_failure, new_array
+from pslite.collective.arrays import IN_PLACE_BYTES
 from pslite.collective.kept_frames import kept
 from pslite.collective.mailbox_server import MailboxServer
 from pslite.collective.sums import DTYPES, AddUp, Array, reduce_in_order
@@ -159,13 +161,20 @@ class CollectiveServer:
                 message.incoming.fail(error)
             return
         # Only now, because an answer frees the memory that holds the request's values.
-        for message, answer in zip(round_.messages, answers, strict=True):
-            message.incoming.respond(body, answer)
+        for message, asked, answer in zip(round_.messages, frames, answers, strict=True):
+            if answer is asked:  # its memory holds the others' answers until they are accepted
+                others = next(each for each in answers if each is not asked)
+                respond = message.incoming.respond
+                weakref.finalize(others[0].obj, respond, body, asked).atexit = False
+            else:
+                message.incoming.respond(body, answer)
 
     # -- what each rank gets -------------------------------------------------------------
 
     def _all_reduce(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
-        return [[self._reduced(round_, frames, 0)]] * len(frames)
+        owner = self._owner(round_, frames)
+        answer = [self._reduced(round_, frames, 0, owner)]
+        return [asked if rank == owner else answer for rank, asked in enumerate(frames)]
 
     def _reduce(self, round_: _Round, frames: Sequence[Frames]) -> list[Frames]:
         return _for_root(round_.call, [self._reduced(round_, frames, 0)], len(frames))
@@ -200,7 +209,25 @@ class CollectiveServer:
         is_lent = round_.messages[rank].incoming.is_lent
         return kept(self._node, frames[rank], is_lent=is_lent)
 
-    def _reduced(self, round_: _Round, frames: Sequence[Frames], index: int) -> memoryview:
+    def _owner(self, round_: _Round, frames: Sequence[Frames]) -> int | None:
+        """Return the index of the rank whose array takes an all_reduce's sum, if any.
+
+        A rank in this process allows that by a frame that is not read-only (``server_route.py``).
+        Only the first two ranks' arrays are no longer read once the sum is written.
+        """
+        incoming = [message.incoming for message in round_.messages]
+        others = [each.sender for each in incoming if not each.is_lent]
+        if not others or any(map(self._node.nearby.may_share_with, others)):
+            return None  # peers here read the answer in this node's own memory
+        for rank, each in enumerate(incoming[:2]):
+            frame = frames[rank][0]
+            if each.is_lent and not frame.readonly and frame.nbytes >= IN_PLACE_BYTES:
+                return rank
+        return None
+
+    def _reduced(
+        self, round_: _Round, frames: Sequence[Frames], index: int, owner: int | None = None
+    ) -> memoryview:
         """Return the ``index``-th arrays of all ranks combined, where peers can read them."""
         call = round_.call
         dtype = DTYPES[call.dtype]
@@ -210,8 +237,11 @@ class CollectiveServer:
                 f"{call.text}: all ranks must send the same number of whole {call.dtype} elements, "
                 f"got {sizes} bytes"
             )
-        out: Array = new_array(self._node, sizes[0] // dtype.itemsize, dtype)
         arrays = [np.frombuffer(each[index], dtype) for each in frames]
+        if owner is None:
+            out: Array = new_array(self._node, sizes[0] // dtype.itemsize, dtype)
+        else:
+            out = arrays[owner]
         is_sum = call.op == "sum" and len(arrays) > 1
         if not (is_sum and self._add_up(call.dtype, arrays, out)):
             size = len(round_.key.group.ranks)

@@ -128,8 +128,9 @@ class Incoming:
 
     sender: int
     request: Request
-    #: Read-only payload frames. They may be in the asker's memory, so they are valid only until
-    #: the answer, which removes them.
+    #: Payload frames, which apps read only; some apps let a lent frame be written that is not
+    #: read-only. They may be in the asker's memory, so they are valid only until the answer, which
+    #: removes them.
     frames: Sequence[Any]
     _respond: Callable[[Incoming, Response, Sequence[Any]], None]
     is_lent: bool = False

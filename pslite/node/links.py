@@ -381,6 +381,11 @@ class Links:
                 soonest = entry.channel.next_due
         return soonest
 
+    def tell_at_once(self, peer: str) -> None:
+        """Let the next flush send an acceptance that is due: the peer wants its memory."""
+        if peer in self._tell_at:
+            self._peers[peer].untold_bytes = self._tell_bytes
+
     def resend(self, now: float) -> None:
         """Send messages again that should have been accepted by now."""
         for peer, entry in self._peers.items():

@@ -381,12 +381,12 @@ class Postoffice:
         self.send(node, message, frames)
 
     def _hand_over(self, node: int, message: Request | Response, frames: Sequence[Any]) -> None:
-        """Send to an app; a node in this process gets the sender's own frames."""
+        """Send to an app; a node in this process gets the sender's own frames as they are."""
         take = self.nearby.beside.get(node)
         if take is None or self.info is None:
             self._send_to_app(node, message, frames)
             return
-        lent = [memoryview(frame).toreadonly() for frame in frames]
+        lent = [memoryview(frame) for frame in frames]
         take(Delivery(self.info.uid, self.info.incarnation, 0, message, lent, is_lent=True))
 
     def _take(self, delivery: Delivery) -> None:

@@ -78,7 +78,8 @@ class InprocNetwork:
 
     def __init__(self, on_ready: Callable[[InprocVan], None] | None = None) -> None:
         self.on_ready = on_ready
-        self.lock = threading.Lock()
+        # Reentrant, because a finalizer of a frame wakes a van on whatever thread it runs.
+        self.lock = threading.RLock()
         """Guards this object, and each van's inbox and connections."""
         self._listeners: dict[_Address, InprocVan] = {}
         self._waiting: list[_Link] = []

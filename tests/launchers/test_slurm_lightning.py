@@ -30,7 +30,7 @@ SCRIPT = f"""#!/bin/bash
 #SBATCH --cpus-per-task=1
 export OMP_NUM_THREADS=1
 srun bash -c 'PS_MACHINE=$(hostname) exec "$@"' train \\
-    {sys.executable} {EXAMPLE} --num-nodes 2 --devices 1 --folder checkpoints
+    {sys.executable} {EXAMPLE} --num-nodes 2 --devices 1 --folder checkpoints --strategy STRATEGY
 """
 
 
@@ -51,15 +51,20 @@ def accuracy(text: str) -> float:
     return float(found)
 
 
+@pytest.mark.parametrize(("strategy", "replaced"), [("kvstore", ""), ("ddp", "gloo")])
 def test_a_script_of_sbatch_trains_with_ranks_that_srun_starts(
-    slurm: Slurm, launcher: Launcher, tmp_path: Path
+    slurm: Slurm, launcher: Launcher, tmp_path: Path, strategy: str, replaced: str
 ) -> None:
-    """Lightning reads Slurm's variables; the group starts a scheduler and a server on each host."""
+    """Lightning reads Slurm's variables; the group starts a scheduler and a server on each host.
+
+    Plain ``ddp`` uses gloo, in whose place KVSTORE_TORCH_REPLACES puts our backend.
+    """
     script, output = tmp_path / "train.sh", tmp_path / "output"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("STRATEGY", strategy))
+    exported = f"ALL,PYTHONPATH={ROOT},KVSTORE_TORCH_REPLACES={replaced}"
     words = ["--parsable", "--wait", f"--output={output}", f"--chdir={tmp_path}"]
     try:
-        slurm.run("sbatch", *words, f"--export=ALL,PYTHONPATH={ROOT}", str(script), timeout_s=200)
+        slurm.run("sbatch", *words, f"--export={exported}", str(script), timeout_s=200)
     finally:
         said = output.read_text() if output.exists() else ""
         print(said)

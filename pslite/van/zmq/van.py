@@ -69,7 +69,9 @@ class Wakeup:
         self._reading, self._writing = socket.socketpair()
         self._reading.setblocking(False)
         self._writing.setblocking(False)
-        self._lock = threading.Lock()  # wake() and close() must not use the descriptor together
+        # wake() and close() must not use the descriptor together. Reentrant, because a finalizer
+        # may call wake() on a thread that is in it.
+        self._lock = threading.RLock()
         self._pending = False
         self._taken = False
 
