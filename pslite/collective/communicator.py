@@ -151,8 +151,8 @@ class Communicator:
         Args:
             op: sum, average, product, min, max, band, bor, bxor, or premul_sum, which
                 multiplies each array by ``factor`` first.
-            out: where to write the result: of the same shape and dtype; may be ``array``. None:
-                a new array.
+            out: where to write the result: of the same shape and dtype; may be ``array``, which
+                then holds what other ranks get, until this rank's call is done. None: a new array.
         """
         source = checked(array)
         call = CollectiveCall(

@@ -126,12 +126,14 @@ class CallUnderWay(Generic[T]):
         body = pack_call(call, self._asker.node.config.num_workers)
         node = self._asker.node
         frames = [as_frame(node, piece, server) for piece in pieces]
+        # The answer may lie in the array of a rank that waits until it is accepted.
+        may_wait = self._call.kind == "all_reduce" and not node.nearby.may_share_with(server)
 
         def finish(replies: dict[int, Reply]) -> None:
             reply = replies[server]
             if not self.future.done():  # otherwise the arrays belong to the caller again
                 take(reply)
-            if sum(map(len, reply.frames)) >= IN_PLACE_BYTES:
+            if may_wait and sum(map(len, reply.frames)) >= IN_PLACE_BYTES:
                 node.links.tell_at_once(node.membership.uids.get(server, ""))
 
         asked = self._asker.ask(CALL, body, {server: frames}, finish)

@@ -81,6 +81,9 @@ class CollectiveServer:
         self._add_up = add_up
         self._matcher: CallMatcher[_Message] = CallMatcher()
         self._known_gone: set[int] = set()
+        #: The arrays of ranks in this process that hold answers to other ranks. A dict by ``id``:
+        #: references to arrays cannot be hashed.
+        self._lent: dict[int, weakref.ref[Array]] = {}
         #: Completes once this app accepts requests; fails if its number is in use.
         self.registered: Future[None] = node.io_queue.perform(self._register)
         log_failure(node, self.registered)
@@ -162,12 +165,26 @@ class CollectiveServer:
             return
         # Only now, because an answer frees the memory that holds the request's values.
         for message, asked, answer in zip(round_.messages, frames, answers, strict=True):
-            if answer is asked:  # its memory holds the others' answers until they are accepted
+            if answer is asked:  # its memory holds the others' answers
                 others = next(each for each in answers if each is not asked)
-                respond = message.incoming.respond
-                weakref.finalize(others[0].obj, respond, body, asked).atexit = False
+                self._respond_when_free(message.incoming, body, asked, others[0].obj)
             else:
                 message.incoming.respond(body, answer)
+
+    def _respond_when_free(
+        self, incoming: Incoming, body: bytes, frames: Frames, memory: Array
+    ) -> None:
+        """Answer a rank that has lent ``memory`` once nothing refers to it any more.
+
+        Channel and van drop an answer when it is accepted, or when its receiver is lost.
+        """
+
+        def respond(reference: weakref.ref[Array]) -> None:
+            del self._lent[id(reference)]
+            incoming.respond(body, frames)
+
+        reference = weakref.ref(memory, respond)
+        self._lent[id(reference)] = reference
 
     # -- what each rank gets -------------------------------------------------------------
 
@@ -213,11 +230,11 @@ class CollectiveServer:
         """Return the index of the rank whose array takes an all_reduce's sum, if any.
 
         A rank in this process allows that by a frame that is not read-only (``server_route.py``).
-        Only the first two ranks' arrays are no longer read once the sum is written.
+        The arrays of a third rank and later ones are read after a block of the sum is written.
         """
         incoming = [message.incoming for message in round_.messages]
-        others = [each.sender for each in incoming if not each.is_lent]
-        if not others or any(map(self._node.nearby.may_share_with, others)):
+        receivers = [each.sender for each in incoming if not each.is_lent]
+        if not receivers or any(map(self._node.nearby.may_share_with, receivers)):
             return None  # peers here read the answer in this node's own memory
         for rank, each in enumerate(incoming[:2]):
             frame = frames[rank][0]

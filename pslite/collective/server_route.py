@@ -146,10 +146,10 @@ class ServerRoute:
             parts = spans(lengths, chunk)
             pieces = [array[part] for array, part in zip(sent, parts, strict=False)]
             places = [array[parts[index]] for array in filled]
-            # A server in this process may write the sum of an in-place call where it belongs.
-            for piece in pieces:
-                if len(places) != 1 or not is_same(piece, places[0]):
-                    piece.flags.writeable = False
+            # A server in this process may write an all_reduce's result over these values.
+            may_write = call.kind == "all_reduce" and is_same(pieces[0], places[0])
+            for piece in pieces if not may_write else ():
+                piece.flags.writeable = False
             request: ChunkRequest = (pieces, filling(places), None)
             requests.append((min(chunk.stop, sum(lengths)), request))
         return requests

@@ -55,7 +55,8 @@ Array: TypeAlias = NDArray[Any]
 AddUp: TypeAlias = Callable[[str, Sequence[Array], Array], bool]
 """A function that sets ``out`` (last) to the ordered sum of the ranks' arrays of a dtype (name).
 
-Returns whether it did. The arrays are 1-D, with the dtypes in ``DTYPES``; the ranks' are read-only.
+Returns whether it did. The arrays are 1-D, with the dtypes in ``DTYPES``; the ranks' are only read,
+but ``out`` may be one of the first two.
 """
 
 
@@ -88,7 +89,8 @@ def reduce_in_order(
 ) -> None:
     """Combine the arrays in order, and write the result to ``out``.
 
-    An average divides by ``num_ranks``, by default the number of arrays.
+    ``out`` may be one of the first two arrays. An average divides by ``num_ranks``, by default the
+    number of arrays.
     """
     combine = _COMBINE.get(op, np.add)
     is_half = dtype in (BFLOAT16, "float16")

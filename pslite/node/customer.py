@@ -232,8 +232,8 @@ class Customers:
         """Pass requests for ``app`` to ``handler``, including those that wait for it.
 
         With ``waits_for_others``, a request that the app does not answer at once is answered only
-        after another request arrives or a node is gone. Another process of the scheduler can go on
-        from ``kept``.
+        after another request arrives, another answer is accepted, or a node is gone. Another
+        process of the scheduler can go on from ``kept``.
         """
         if waits_for_others:
             self._waiting_apps.add(app)

@@ -141,8 +141,9 @@ def add_up(contributions: Row, total: Array) -> bool:
 
     All arrays are the caller's and have the same shape, with any number of dimensions.
     Contributions share one dtype and are only read. Those of 16 bits are added in float32.
-    ``total`` may be ``contributions[0]`` itself and must not overlap any other. It works like
-    ``add_up`` of ``sums.py``. It refuses short sums without rounding, since NumPy is faster there.
+    ``total`` may be one of the first two contributions and must not overlap any other. It works
+    like ``add_up`` of ``sums.py``. It refuses short sums without rounding, since NumPy is faster
+    there.
     """
     if total.size < _SHORT and contributions[0].dtype == total.dtype in _WIDE:
         return False

@@ -6,7 +6,7 @@
  * NumPy rounds a Python float (NEP 50).
  */
 
-/* The total may be a itself, so nothing here is `restrict`. */
+/* The total may be a or b itself, so nothing here is `restrict`. */
 static TARGET void NAME(add_first)(LOOSE *total, const LOOSE *a, const LOOSE *b, size_t n)
 {
     for (size_t i = 0; i < n; i++)

@@ -253,6 +253,17 @@ def test_states_and_outs_of_other_dtypes_are_left_to_numpy() -> None:
     assert not weight.any()
 
 
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_sum_may_be_written_over_one_of_the_first_two(name: str, count: int, owner: int) -> None:
+    values = [drawn(rank, kind(name), 40_000) for rank in range(count)]
+    wanted = np.zeros_like(values[0])
+    assert kernels.add_up(values, wanted)
+    assert kernels.add_up(values, values[owner])
+    assert bits(values[owner]) == bits(wanted)
+
+
 def test_short_sums_are_left_to_numpy_unless_they_are_rounded() -> None:
     long, short = np.ones(40_000, "f4"), np.ones(10, "f4")
     assert kernels.add_up([long, long], np.zeros_like(long))
