@@ -32,7 +32,8 @@ class Forker:
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
         self._environment = dict(environment)
-        self._codes: dict[int, int] = {}
+        #: By process id; the system may give that of an ended process to a later one.
+        self._running: dict[int, Forked] = {}
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
@@ -81,20 +82,21 @@ class Forker:
             self._control.sendall(json.dumps(request).encode())
             while not self._started:
                 self._hear()
-            return Forked(self, self._started.pop())
+            pid = self._started.pop()
+            forked = self._running[pid] = Forked(self, pid)
+            return forked
 
     def close(self) -> None:
         """Let the process end that forks."""
         self._control.close()
         self._process.wait()
 
-    def code_of(self, pid: int, timeout_s: float) -> int | None:
-        """The exit code of a fork; None while it runs. Waits for news for as long as that."""
+    def listen(self, forked: Forked, timeout_s: float) -> None:
+        """Set the exit code of a fork that has ended. Waits for news for as long as that."""
         with self._lock:
-            while pid not in self._codes and select.select([self._control], [], [], timeout_s)[0]:
+            while forked.code is None and select.select([self._control], [], [], timeout_s)[0]:
                 timeout_s = 0.0
                 self._hear()
-            return self._codes.get(pid)
 
     def _hear(self) -> None:
         packet = self._control.recv(1_000)
@@ -104,7 +106,7 @@ class Forker:
         if "started" in answer:
             self._started.append(answer["started"])
         else:
-            self._codes[answer["ended"]] = answer["code"]
+            self._running.pop(answer["ended"]).code = answer["code"]
 
 
 class Forked:
@@ -113,15 +115,16 @@ class Forked:
     def __init__(self, forker: Forker, pid: int) -> None:
         self.pid = pid
         self._forker = forker
-        self._code: int | None = None
+        self.code: int | None = None
+        """The exit code; None while it runs, as far as is known."""
 
     def poll(self) -> int | None:
         return self._look(0.0)
 
     def _look(self, timeout_s: float) -> int | None:
-        if self._code is None:
-            self._code = self._forker.code_of(self.pid, timeout_s)
-        return self._code
+        if self.code is None:
+            self._forker.listen(self, timeout_s)
+        return self.code
 
     def wait(self, timeout: float | None = None) -> int:
         give_up_at = None if timeout is None else time.monotonic() + timeout
