@@ -37,9 +37,12 @@ _STAGED_BYTES = 1 << 16
 _lock = threading.Lock()
 
 
-def as_frame(node: Postoffice, piece: Bytes, server: int) -> memoryview:
-    """Return a frame to send; put a large one for a server here in shared memory."""
-    frame = piece.data
+def as_frame(node: Postoffice, piece: Bytes, server: int, *, may_write: bool = False) -> memoryview:
+    """Return a frame to send; put a large one for a server here in shared memory.
+
+    ``may_write`` lets a server in this process write to a piece that is not read-only.
+    """
+    frame = piece.data if may_write else piece.data.toreadonly()
     may_map = server not in node.nearby.beside and node.nearby.may_share_with(server)
     if len(piece) < _STAGED_BYTES or not may_map or node.sharing.place_of(frame) is not None:
         return frame
@@ -125,9 +128,10 @@ class CallUnderWay(Generic[T]):
         call = CallRequest(self._key, self._call, chunk, layout, self._step)
         body = pack_call(call, self._asker.node.config.num_workers)
         node = self._asker.node
-        frames = [as_frame(node, piece, server) for piece in pieces]
+        is_reduced = self._call.kind == "all_reduce"
+        frames = [as_frame(node, piece, server, may_write=is_reduced) for piece in pieces]
         # The answer may lie in the array of a rank that waits until it is accepted.
-        may_wait = self._call.kind == "all_reduce" and not node.nearby.may_share_with(server)
+        may_wait = is_reduced and not node.nearby.may_share_with(server)
 
         def finish(replies: dict[int, Reply]) -> None:
             reply = replies[server]

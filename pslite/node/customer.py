@@ -128,9 +128,8 @@ class Incoming:
 
     sender: int
     request: Request
-    #: Payload frames, which apps read only; some apps let a lent frame be written that is not
-    #: read-only. They may be in the asker's memory, so they are valid only until the answer, which
-    #: removes them.
+    #: Payload frames; the app may write a lent one that is not read-only. They may be in the
+    #: asker's memory, so they are valid only until the answer, which removes them.
     frames: Sequence[Any]
     _respond: Callable[[Incoming, Response, Sequence[Any]], None]
     is_lent: bool = False
@@ -375,9 +374,12 @@ class Customers:
             self._close(response.app)
             if self._replaced and incoming.attempt != self._replaced[incoming.sender]:
                 return  # another process has the asker's seat, and did not ask this
-            send = self._hand_over if incoming.is_lent else self._send
             try:
-                send(incoming.sender, response, frames)
+                if incoming.is_lent:
+                    lent = [memoryview(frame).toreadonly() for frame in frames]
+                    self._hand_over(incoming.sender, response, lent)
+                else:
+                    self._send(incoming.sender, response, frames)
             except Exception as error:
                 kind, text, role, rank = told(error)
                 refusal = replace(response, kind=kind, error=text, role=role, rank=rank, body=b"")

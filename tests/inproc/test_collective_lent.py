@@ -17,6 +17,7 @@ from pslite import CollectiveServer, Future, Postoffice, Role
 from pslite.collective import pending_call, server
 from pslite.collective.sums import BFLOAT16, DTYPES
 from pslite.errors import NodeLostError
+from pslite.node.customer import Incoming
 
 
 def numbers(dtype: str, rank: int, length: int) -> Array:
@@ -110,6 +111,32 @@ def test_a_sum_in_place_has_the_bits_of_another(num_ranks: int, own_sums: list[i
                 assert array.tobytes() == other.tobytes(), (dtype, op)
             if num_ranks == 2:  # a third rank's values are read after the first block is written
                 assert not own_sums
+
+
+def test_only_an_array_that_takes_the_result_is_lent_to_be_written(
+    own_sums: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    arrived = CollectiveServer._arrived
+
+    def noting(self: CollectiveServer, incoming: Incoming) -> None:
+        if incoming.is_lent:
+            seen.extend(frame.readonly for frame in incoming.frames)
+        arrived(self, incoming)
+
+    monkeypatch.setattr(CollectiveServer, "_arrived", noting)
+    with cluster_of(2, 2, shm=False) as cluster:
+        sit_together(cluster)
+        ranks, arrays = groups(cluster), [np.arange(1000.0), np.arange(1000.0)]
+        pairs = list(zip(ranks, arrays, strict=True))
+        results([rank.all_reduce(array) for rank, array in pairs])
+        results([rank.reduce(array, 0, out=array if rank is ranks[0] else None)
+                 for rank, array in pairs])  # fmt: skip
+        results([rank.all_gather(array) for rank, array in pairs])
+        assert seen and all(seen)
+        seen.clear()
+        results([rank.all_reduce(array, out=array) for rank, array in pairs])
+        assert seen and not any(seen)
 
 
 def test_an_array_comes_back_when_the_others_have_accepted_its_sum(own_sums: list[int]) -> None:

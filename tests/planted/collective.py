@@ -29,6 +29,13 @@ BUGS = [
         _LENT,
     ),
     Bug(
+        "a sum is written over values that its rank keeps",
+        "pslite/collective/server_route.py",
+        "for piece in pieces if not may_write else ():",
+        "for piece in pieces[1:] if not may_write else ():",
+        _LENT,
+    ),
+    Bug(
         "the sum of three ranks is written over the third one's values",
         "pslite/collective/server.py",
         "enumerate(incoming[:2])",
