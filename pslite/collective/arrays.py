@@ -22,8 +22,8 @@ Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
 IN_PLACE_BYTES = 1 << 20
-"""A server in the process of a rank writes a sum of at least this many bytes to that rank's array,
-if sum and array are in one place. The rank gets it back once the others have accepted the sum."""
+"""A server in a rank's process writes a result of at least this many bytes straight to the rank's
+array, if the call puts it there. The rank's call is done once the others have accepted it."""
 
 
 def checked_name(name: str) -> str:

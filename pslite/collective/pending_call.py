@@ -130,14 +130,14 @@ class CallUnderWay(Generic[T]):
         node = self._asker.node
         is_reduced = self._call.kind == "all_reduce"
         frames = [as_frame(node, piece, server, may_write=is_reduced) for piece in pieces]
-        # The answer may lie in the array of a rank that waits until it is accepted.
-        may_wait = is_reduced and not node.nearby.may_share_with(server)
+        # The answer may lie in another rank's array, whose call is done when this one has accepted.
+        may_be_lent = is_reduced and not node.nearby.may_share_with(server)
 
         def finish(replies: dict[int, Reply]) -> None:
             reply = replies[server]
             if not self.future.done():  # otherwise the arrays belong to the caller again
                 take(reply)
-            if may_wait and sum(map(len, reply.frames)) >= IN_PLACE_BYTES:
+            if may_be_lent and sum(map(len, reply.frames)) >= IN_PLACE_BYTES:
                 node.links.tell_at_once(node.membership.uids.get(server, ""))
 
         asked = self._asker.ask(CALL, body, {server: frames}, finish)
