@@ -192,18 +192,20 @@ class Heap:
 
         The result keeps the pieces alive.
         """
-        addresses = [piece.__array_interface__["data"][0] for piece in pieces]
+        # One piece at a time: of pieces in ordinary memory, only the first two are looked at.
+        addresses = (piece.__array_interface__["data"][0] for piece in pieces)
         rows: list[Bytes] = []
-        first = 0
-        for last, (address, piece) in enumerate(zip(addresses, pieces, strict=True)):
-            stop = address + len(piece)
-            if last + 1 < len(pieces) and addresses[last + 1] == stop:
+        first, begin = 0, next(addresses, 0)
+        stop = begin
+        for index, piece in enumerate(pieces, 1):
+            stop += len(piece)
+            following = next(addresses, -1)
+            if following == stop:
                 continue
-            begin = addresses[first]
             if self.find(begin, stop - begin) is None:
                 return None
-            rows.append(np.asarray(_Row(begin, stop - begin, pieces[first : last + 1])))
-            first = last + 1
+            rows.append(np.asarray(_Row(begin, stop - begin, pieces[first:index])))
+            first, begin, stop = index, following, following
         return rows or None
 
     @staticmethod
