@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class View:
     known here whether somebody uses it. Another view has memory of its own.
     """
 
-    __slots__ = ("_memory", "_owner", "address", "is_live", "shown", "spec")
+    __slots__ = ("_owner", "address", "is_live", "own", "shown", "spec")
 
     def __init__(self, memory: HostArray, *, is_live: bool) -> None:
         self.is_live = is_live
@@ -54,10 +54,11 @@ class View:
         self.address = address_of(memory)
         self.shown: HostArray | None = None
         """The array that the caller has, of a view that is not live."""
-        self._memory: HostArray | None = None
+        self.own: HostArray | None = None
+        """The memory of a view that is not live."""
         self._owner: weakref.ref[_Owner] | None = None
         if not is_live:
-            self._memory = memory
+            self.own = memory
             self.shown = _read_only(memory.view())
 
     def begin(self, memory: HostArray) -> HostArray:
@@ -72,18 +73,17 @@ class View:
     def memory(self) -> HostArray | None:
         """The memory, writable, in the key's shape; None for a live view without an array."""
         if self._owner is None:
-            return self._memory
+            return self.own
         owner = self._owner()
         return None if owner is None else self._over(owner)
 
-    def is_memory_of(self, array: HostArray) -> bool:
-        """Return whether an array is the whole view, in the key's shape and dtype."""
-        return array is self.shown or (
-            address_of(array) == self.address
-            and (array.shape, array.dtype) == (self.spec.shape, self.spec.dtype)
-            and array.flags.c_contiguous
-            and (self._owner is None or self._owner() is not None)
-        )
+    def memory_of(self, out: Any) -> HostArray | None:
+        """Return the memory if ``out`` is the whole view, in the key's shape and dtype."""
+        array = out[0] if isinstance(out, _LISTS) and len(out) == 1 else out
+        if not isinstance(array, np.ndarray) or (array.shape, array.dtype) != self.spec[:2]:
+            return None
+        is_here = address_of(array) == self.address and array.flags.c_contiguous
+        return self.memory if is_here else None
 
     def _over(self, owner: _Owner) -> HostArray:
         return np.asarray(owner).view(self.spec.dtype).reshape(self.spec.shape)
@@ -142,14 +142,13 @@ class Views:
             live = {key: view.memory for key, view in self.by_key.items() if view.is_live}
             return {key: memory for key, memory in live.items() if memory is not None}
 
-    def target(self, key: Key, memory: Bytes) -> Bytes:
-        """Return the target for a value that a call receives in this memory."""
-        view = self.by_key.get(key)
-        if view is None or not view.is_live or address_of(memory) != view.address:
-            return memory
-        target = memory.view(ShownBytes)
-        target.views, target.shows = self, view
-        return target
+    def watch(self, keys: Sequence[Key], targets: MutableSequence[Bytes]) -> None:
+        """Replace the targets that are live views, so that nothing is copied to them."""
+        for index, view in enumerate(map(self.by_key.get, keys)):
+            if view is None or not view.is_live or address_of(targets[index]) != view.address:
+                continue
+            targets[index] = target = targets[index].view(ShownBytes)
+            target.views, target.shows = self, view
 
     def opened(self, key: object, out: Any) -> tuple[Any, set[Key]]:
         """Return ``out`` with views as writable arrays, and the keys of these.
@@ -159,29 +158,19 @@ class Views:
         if not self.by_key or out is None:
             return out, set()
         keys, single = normalise_keys(key)
-        if single:
-            found = self._opened_one(keys[0], out)
-            return (out, set()) if found is None else (found, {keys[0]})
-        if not isinstance(out, _LISTS) or len(out) != len(keys) or len(set(keys)) < len(keys):
+        outs = [out] if single else out
+        if not isinstance(outs, _LISTS) or len(outs) != len(keys) or len(set(keys)) < len(keys):
             return out, set()
-        arrays, opened = list(out), set()
-        for index, (item, array) in enumerate(zip(keys, out, strict=True)):
-            found = self._opened_one(item, array)
+        arrays, opened = list(outs), set()
+        for index, (view, array) in enumerate(zip(map(self.by_key.get, keys), outs, strict=True)):
+            if view is None:
+                continue
+            # The first is the usual case of small values.
+            found = view.own if array is view.shown else view.memory_of(array)
             if found is not None:
                 arrays[index] = found
-                opened.add(item)
-        return arrays, opened
-
-    def _opened_one(self, key: Key, out: Any) -> HostArray | None:
-        view = self.by_key.get(key)
-        if view is None or out is None:
-            return None
-        if out is view.shown:  # the usual case of small values
-            return view.memory
-        array = out[0] if isinstance(out, _LISTS) and len(out) == 1 else out
-        if not isinstance(array, np.ndarray) or not view.is_memory_of(array):
-            return None
-        return view.memory
+                opened.add(keys[index])
+        return arrays[0] if single else arrays, opened
 
     def end(self, keys: Iterable[Key] | None = None, kept: Container[Key] = ()) -> None:
         """End the views of these keys (None: all), except of those in ``kept``.

@@ -21,6 +21,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,14 @@ _ALIGNMENT = 64
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
 """Segments double up to this size; a larger buffer gets its own segment."""
+
+
+def addresses(memories: Sequence[Bytes]) -> list[int]:
+    """Return where each of these flat arrays begins."""
+    try:  # a quarter of the cost of what works for all arrays
+        return list(map(addressof, map(c_char.from_buffer, memories)))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # one of them is empty or read-only
+        return [memory.__array_interface__["data"][0] for memory in memories]
 
 
 class FreeList:
@@ -192,21 +201,21 @@ class Heap:
 
         The result keeps the pieces alive.
         """
-        # One piece at a time: of pieces in ordinary memory, only the first two are looked at.
-        addresses = (piece.__array_interface__["data"][0] for piece in pieces)
+        if not pieces or self.find(addresses(pieces[:1])[0], len(pieces[0])) is None:
+            return None  # at once: most callers have all their arrays in ordinary memory
+        starts = addresses(pieces)
         rows: list[Bytes] = []
-        first, begin = 0, next(addresses, 0)
-        stop = begin
-        for index, piece in enumerate(pieces, 1):
-            stop += len(piece)
-            following = next(addresses, -1)
-            if following == stop:
+        first = 0
+        for last, (start, piece) in enumerate(zip(starts, pieces, strict=True), 1):
+            stop = start + len(piece)
+            if last < len(pieces) and starts[last] == stop:
                 continue
+            begin = starts[first]
             if self.find(begin, stop - begin) is None:
                 return None
-            rows.append(np.asarray(_Row(begin, stop - begin, pieces[first:index])))
-            first, begin, stop = index, following, following
-        return rows or None
+            rows.append(np.asarray(_Row(begin, stop - begin, pieces[first:last])))
+            first = last
+        return rows
 
     @staticmethod
     def whole_of(buffer: Bytes) -> tuple[int, int, Segment] | None:

@@ -321,7 +321,7 @@ class DistKVStore(DistControl):
     def _landing(self, filled: Checked) -> Destination:
         landing = filled.landing()
         if self._views.by_key:
-            self.views.watch(filled.keys.keys, landing.memories)
+            self._views.watch(filled.keys.keys, landing.memories)
         return landing
 
     def _wanted(

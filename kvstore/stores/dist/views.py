@@ -11,7 +11,7 @@ I/O thread notes addresses. Read next: ``transfer.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -68,14 +68,9 @@ class DistViews:
         if rest:
             memories, _ = views.opened(rest, [shown[key] for key in rest])
             targets = [flat_bytes(memory) for memory in memories]
-            self.watch(rest, targets)
+            views.watch(rest, targets)
             self._wait(self._exchange.begin(self._exchange.buckets.of(rest), None, targets, 0))
         return shown
-
-    def watch(self, keys: Sequence[Key], targets: MutableSequence[Bytes]) -> None:
-        """Replace the targets that are live views, so that nothing is copied to them."""
-        for index, key in enumerate(keys):
-            targets[index] = self.table.target(key, targets[index])
 
     def live(self) -> dict[Key, HostArray]:
         """Return the views in use over servers' memory, as writable arrays.

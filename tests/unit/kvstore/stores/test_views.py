@@ -222,7 +222,10 @@ def test_a_value_that_arrives_after_its_view_has_ended_is_copied() -> None:
     views = Views(lambda key, memory: None)
     view = views.add("w", np.zeros(4), is_live=True)
     memory = views.live()["w"].view(np.uint8)
-    target = views.target("w", memory)
+    targets = [np.zeros(32, np.uint8), memory]
+    views.watch(["v", "w"], targets)
+    assert type(targets[0]) is np.ndarray
+    target = targets[1]
     assert type(target) is ShownBytes
     value = np.ones(4).view(np.uint8)
     target.receive(0, 16, value[:16])
@@ -230,7 +233,9 @@ def test_a_value_that_arrives_after_its_view_has_ended_is_copied() -> None:
     views.end(["w"])
     target.receive(0, 16, value[:16])
     assert view.tolist() == [1, 1, 0, 0]
-    assert views.target("w", memory) is memory
+    targets = [memory]
+    views.watch(["w"], targets)
+    assert targets[0] is memory
 
 
 def test_a_view_that_is_one_of_several_outs_is_not_opened(kv: KVStore) -> None:

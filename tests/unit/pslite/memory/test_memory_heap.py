@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pslite.memory.heap import _LARGEST_BYTES as LARGEST_BYTES
-from pslite.memory.heap import Heap
+from pslite.memory.heap import Heap, addresses
 from pslite.memory.segment import HEADER_BYTES, PAGE_BYTES
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")
@@ -390,7 +390,24 @@ def test_memory_that_peers_cannot_map_makes_no_row() -> None:
     mine, other = heap.buffer(64), np.zeros(64, np.uint8)
     assert heap.rows([other]) is None
     assert heap.rows([mine, other]) is None
+    assert heap.rows([]) is None
     assert Heap(shared=False).rows([mine]) is None
+
+
+def test_of_many_arrays_in_ordinary_memory_only_the_first_is_looked_at() -> None:
+    unused: Any = object()
+    assert Heap(shared=True).rows([np.zeros(64, np.uint8), unused]) is None
+
+
+def test_addresses_of_read_only_and_empty_arrays_too() -> None:
+    array = np.zeros(64, np.uint8)
+    start = addresses([array])[0]
+    assert addresses([array[8:], array[32:]]) == [start + 8, start + 32]
+    read_only = array.view()
+    read_only.flags.writeable = False
+    assert addresses([array, read_only[4:]]) == [start, start + 4]
+    assert addresses([array[:0], array[8:]])[1] == start + 8
+    assert addresses([]) == []
 
 
 def test_lasting_buffers_lie_behind_each_other_though_there_are_holes_before() -> None:
