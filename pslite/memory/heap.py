@@ -21,12 +21,17 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char
 from typing import Any
 
 import numpy as np
 
-from pslite.memory.segment import HEADER_BYTES, Segment, private_segment, shared_segment
+from pslite.memory.segment import (
+    HEADER_BYTES,
+    Segment,
+    addresses,
+    private_segment,
+    shared_segment,
+)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -35,14 +40,6 @@ _ALIGNMENT = 64
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
 """Segments double up to this size; a larger buffer gets its own segment."""
-
-
-def addresses(memories: Sequence[Bytes]) -> list[int]:
-    """Return where each of these flat arrays begins."""
-    try:  # a quarter of the cost of what works for all arrays
-        return list(map(addressof, map(c_char.from_buffer, memories)))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # one of them is empty or read-only
-        return [memory.__array_interface__["data"][0] for memory in memories]
 
 
 class FreeList:

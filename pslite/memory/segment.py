@@ -123,6 +123,15 @@ def keep_values(memory: Bytes) -> None:
         memory[-1:] = memory[-1:].copy()
 
 
+def addresses(memories: Sequence[Bytes]) -> list[int]:
+    """Return where each of these flat arrays begins."""
+    buffers: Any = memories
+    try:  # a quarter of the cost of what works for all arrays
+        return list(map(ctypes.addressof, map(ctypes.c_char.from_buffer, buffers)))
+    except (TypeError, ValueError):  # one of them is empty or read-only
+        return [memory.__array_interface__["data"][0] for memory in memories]
+
+
 def written(memories: Sequence[Bytes]) -> list[int]:
     """Return which of these, from ``map_copy_on_write``, this process has written to.
 
@@ -132,8 +141,8 @@ def written(memories: Sequence[Bytes]) -> list[int]:
     found = []
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-            for index, memory in enumerate(memories):
-                start = memory.__array_interface__["data"][0]
+            starts = addresses(memories)
+            for index, (start, memory) in enumerate(zip(starts, memories, strict=True)):
                 first, last = start // mmap.PAGESIZE, (start + len(memory) - 1) // mmap.PAGESIZE
                 entries = os.pread(pages.fileno(), 8 * (last + 1 - first), 8 * first)
                 kinds = np.frombuffer(entries, np.uint64) >> np.uint64(61)

@@ -43,6 +43,7 @@ PUBLIC = frozenset(
         "pslite.errors",
         "pslite.future",
         "pslite.ids",
+        "pslite.memory.segment.addresses",
         "pslite.node.log.try_to_stderr",
         "pslite.plane",
         "pslite.resource_limits.allow_files",

@@ -25,7 +25,7 @@ from kvstore.arrays.keys import Key, KeySpec
 from kvstore.stores.dist.plan import Bucket, Bytes, Group, flat_bytes, gather, scatter, views
 from pslite import Postoffice
 from pslite.future import Future
-from pslite.memory.heap import addresses
+from pslite.memory.segment import addresses
 from pslite.plane import Sink, Transfer
 
 #: Once this many lists share a key, those without calls in flight are dropped, since a script may

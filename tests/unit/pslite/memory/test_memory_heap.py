@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pslite.memory.heap import _LARGEST_BYTES as LARGEST_BYTES
-from pslite.memory.heap import Heap, addresses
-from pslite.memory.segment import HEADER_BYTES, PAGE_BYTES
+from pslite.memory.heap import Heap
+from pslite.memory.segment import HEADER_BYTES, PAGE_BYTES, addresses
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")
 # Python 3.12 warns of forks where any thread runs, such as those that tests before left asleep.
