@@ -80,7 +80,7 @@ class View:
     def memory_of(self, out: Any) -> HostArray | None:
         """Return the memory if ``out`` is the whole view, in the key's shape and dtype."""
         array = out[0] if isinstance(out, _LISTS) and len(out) == 1 else out
-        if not isinstance(array, np.ndarray) or (array.shape, array.dtype) != self.spec[:2]:
+        if not isinstance(array, np.ndarray) or (array.shape, array.dtype) != self.spec:
             return None
         is_here = address_of(array) == self.address and array.flags.c_contiguous
         return self.memory if is_here else None
