@@ -165,7 +165,7 @@ class Views:
         for index, (view, array) in enumerate(zip(map(self.by_key.get, keys), outs, strict=True)):
             if view is None:
                 continue
-            # The first is the usual case of small values.
+            # Most calls pass the very array that ``view`` has returned for a small value.
             found = view.own if array is view.shown else view.memory_of(array)
             if found is not None:
                 arrays[index] = found
