@@ -84,9 +84,7 @@ class Config:
     )
     node_host: str = _setting("DMLC_NODE_HOST", "", "host that this node binds and advertises")
     interface: str = _setting(
-        "DMLC_INTERFACE",
-        "",
-        "interface name, address or network (192.168.20.0/24) to bind and advertise",
+        "DMLC_INTERFACE", "", "interface, address or network (10.1.0.0/16) to bind and advertise"
     )
     machine: str = _setting(
         "PS_MACHINE",
@@ -109,10 +107,7 @@ class Config:
     )
     job_id: str = _setting("PS_JOB_ID", "", "id of the job; messages of other jobs are rejected")
     listen_fd: int | None = _setting(
-        "PS_LISTEN_FD",
-        None,
-        "file descriptor of an inherited listening socket, for the scheduler",
-        most=2**31 - 1,
+        "PS_LISTEN_FD", None, "inherited listening socket of the scheduler", most=2**31 - 1
     )
     job_key_file: str = _setting(
         "PS_JOB_KEY_FILE",
@@ -268,6 +263,14 @@ class Config:
         "machine; equal: give all servers equal shares (set it for the scheduler, which decides)",
         choices=("network", "equal"),
     )
+    hierarchical: str = _setting(
+        "KVSTORE_HIERARCHICAL",
+        "auto",
+        "auto: a server adds up what the workers of its machine push to servers of other machines, "
+        "and sends them the sum (synchronous stores; not with --restarts); off: each worker sends "
+        "its own values (the same on all nodes)",
+        choices=("auto", "off"),
+    )
     torch_servers: int = _setting(
         "KVSTORE_TORCH_SERVERS",
         0,
@@ -294,9 +297,7 @@ class Config:
         most=1024,
     )
     native: bool = _setting(
-        "KVSTORE_NATIVE",
-        True,
-        "0: use NumPy instead of the compiled kernels; the results are equal bit for bit",
+        "KVSTORE_NATIVE", True, "0: use NumPy, not the compiled kernels; all bits stay the same"
     )
     max_message_bytes: int = _setting(
         "PS_MAX_MESSAGE_BYTES", 256 * MIB, "largest message that a node receives", most=2**40

@@ -8,7 +8,11 @@ state. Decided once, when keys are initialized, by ``kvstore/server/directory.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+
+from kvstore.arrays.dtypes import accumulation_dtype
 from pslite import Config
 
 CHUNK_BYTES = 1 << 20
@@ -54,6 +58,14 @@ def most_group_bytes(config: Config) -> int:
     Such a message only has the positions of the values in shared memory.
     """
     return min(16 * config.chunk_bytes, config.max_message_bytes)
+
+
+def may_be_relayed(dtype: np.dtype[Any]) -> bool:
+    """Return whether a relay may add up pushes of this type for their owner.
+
+    Sums of 16-bit numbers are made in 32 bits, and would lose some of these on the way.
+    """
+    return accumulation_dtype(dtype) == dtype
 
 
 def place(

@@ -49,7 +49,7 @@ class DirectoryCall(enum.IntEnum):
 
 
 class StoreCall(enum.IntEnum):
-    """The requests of a worker to a server."""
+    """The requests of a worker to a server, and of some servers to each other."""
 
     INIT = 1
     SET_OPTIMIZER = 2
@@ -77,6 +77,9 @@ class StoreCall(enum.IntEnum):
     COPY_PARTS = 23
     COPY_STATE = 24
     COPY_ROWS = 25
+    # To a server that relays, and from it to the owners of the parts.
+    RELAY_INIT = 26
+    RELAY_ENDS = 27
 
 
 class Declared(NamedTuple):

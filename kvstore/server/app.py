@@ -46,6 +46,7 @@ ONCE_FOR_ALL = frozenset(
         StoreCall.SET_COMPRESSION,
         StoreCall.CREATE_TABLE,
         StoreCall.TABLE_OPTIMIZER,
+        StoreCall.RELAY_INIT,
     }
 )
 #: Requests that change what a server has, so that its standby repeats them -> whether no round may
@@ -128,6 +129,7 @@ class ServerStores:
         # lanes is handled part by part.
         numbers = LaneNumbers(most_group_bytes(config))
         self._dense = DenseStores(node, self._plane, self._store, numbers, lanes)
+        node.traffic.relay = self._dense.relay
         self._rows = RowStores(self._plane, self._store, self._optimizer_of, numbers.own, lanes)
         # Frequent calls that only concern dense parts go straight to them.
         parts = self._parts = self._dense.parts
@@ -259,6 +261,7 @@ class ServerStores:
             config = self._node.config
             ranks = tuple(range(config.num_workers)) if synchronous else None
             found = self._stores[number] = StoreState(ranks, config.rejoin_timeout_s > 0)
+            found.contributors = self._dense.relay.contributors() if synchronous else None
         return found
 
     def _delete(self, incoming: Incoming) -> None:
@@ -271,12 +274,14 @@ class ServerStores:
         """Forget a store and its parts: all workers have closed it."""
         number, parts = unpack(incoming.body, int, list)
         store = self._stores.pop(number, None)
-        self._forget([*parts, *(part.number for part in self._rows if part.store is store)])
+        rows = [part.number for part in self._rows if part.store is store]
+        self._forget([*parts, *rows, *self._dense.relay.end(number)])
         incoming.respond()
 
     def _forget(self, parts: Sequence[Any]) -> None:
         for number_of_part in parts:
             part = self._parts.remove(number_of_part) or self._rows.remove(number_of_part)
+            self._dense.relay.forget(number_of_part)
             if part is None:
                 continue
             if isinstance(part, (Part, KeyPart)):

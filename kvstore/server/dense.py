@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvstore.arrays.cpu.sums import Flat
-from kvstore.compression import Compression
+from kvstore.compression import Compression, Rule
+from kvstore.compression.config import UNCHANGED
+from kvstore.protocol.placement import most_group_bytes
 from kvstore.protocol.requests import (
     PartEntry,
     StoreCall,
@@ -29,8 +31,10 @@ from kvstore.server.lanes import LaneNumbers, Lanes
 from kvstore.server.malloc import LateReturn
 from kvstore.server.memory import Arena, Part, StoreState
 from kvstore.server.part_table import PartTable
+from kvstore.server.relay import Relay
 from pslite import Incoming, Postoffice
 from pslite.errors import UsageError, unexpected
+from pslite.ids import Role, node_id
 from pslite.plane import Piece, ServerPlane, StateRecord, cut
 
 _ALIGNMENT = 64
@@ -49,14 +53,19 @@ class DenseStores:
         lanes: Lanes,
     ) -> None:
         self.parts = PartTable(node.buffer)
+        self._node = node
         self._allocate = node.buffer
         self._plane = plane
         self._store_of = store_of
+        self.relay = Relay(node, plane, self.parts)
         self._numbers = numbers
+        self._relay_lanes = LaneNumbers(most_group_bytes(node.config))
         self._lanes = lanes
         self._late_return = LateReturn(node.clock, node.io_queue.look_after_each_step)
         self.calls: dict[int, Callable[[Incoming], None]] = {
             StoreCall.INIT: self._init,
+            StoreCall.RELAY_INIT: self._init_relayed,
+            StoreCall.RELAY_ENDS: self.relay.ended,
             StoreCall.READ: self._read_parts,
             StoreCall.WRITE: self._write_parts,
             StoreCall.SET_COMPRESSION: self._set_compression,
@@ -72,12 +81,38 @@ class DenseStores:
         entries = unpack_parts(table)
         if len(rules) != len(entries):
             raise unexpected(f"rules for {len(entries)} parts", rules)
+        store = self._store_of(number, synchronous)
+        chosen = [store.compression.rule(number) for number in rules]
+        self._create(incoming, store, entries, cuts, chosen, self._numbers.shared)
+
+    def _init_relayed(self, incoming: Incoming) -> None:
+        """Create parts whose owner is another server; see ``relay.py``."""
+        number, owner, table, cuts = unpack(incoming.body, int, int, list, list)
+        entries = unpack_parts(table)
+        if node_id(Role.SERVER, owner) not in self._node.membership.fellows:
+            raise UsageError(
+                f"this server does not relay to server {owner}: set KVSTORE_HIERARCHICAL to the "
+                "same value on all nodes"
+            )
+        for entry in entries:
+            self.relay.add(entry.part, node_id(Role.SERVER, owner))
+        store, rules = self.relay.store(number), [UNCHANGED] * len(entries)
+        lane = self._relay_lanes.shared
+        self._create(incoming, store, entries, cuts, rules, lambda nbytes: -1 - lane(nbytes))
+
+    def _create(
+        self,
+        incoming: Incoming,
+        store: StoreState,
+        entries: Sequence[PartEntry],
+        cuts: Sequence[Any],
+        chosen: Sequence[Rule],
+        lane_for: Callable[[int], int],
+    ) -> None:
         if not all(type(cut) is int and cut > 0 for cut in cuts) or sum(cuts) != len(entries):
             raise unexpected(f"numbers of parts of which the sum is {len(entries)}", cuts)
         sizes = [entry.num_elements * entry.dtype.itemsize for entry in entries]
         pieces = cut(sizes, incoming.frames)
-        store = self._store_of(number, synchronous)
-        chosen = [store.compression.rule(number) for number in rules]
         store.check_cuts(entries)
         # If a rank left half-way, the rank that replaces it finds some parts here; they stay.
         new = [index for index, entry in enumerate(entries) if entry.part not in self.parts]
@@ -86,15 +121,14 @@ class DenseStores:
         for group, memory in zip(groups, memories, strict=True):
             values = [bytes_of(pieces[index]) for index in group]
             mine = [entries[index] for index in group]
-            lane = self._numbers.shared(len(memory))
-            arena = Arena(store, lane, mine, values, memory)
+            arena = Arena(store, lane_for(len(memory)), mine, values, memory)
             for index, part in zip(group, arena.parts, strict=True):
                 part.set_rule(chosen[index])
                 self.parts.add(part)
                 self._plane.open_part(
                     part.entry.part,
                     part.pull_bytes,
-                    store.ranks,
+                    store.ranks_for(part.entry.dtype),
                     arena.lane,
                     part.push_bytes,
                     is_checked=part.rule.chain is not None,
@@ -141,6 +175,7 @@ class DenseStores:
                 )
         if not only_check:
             store.compression = compression
+            store.contributors = None  # from now on, each worker sends its own encoded values
             for part in mine:
                 part.set_rule(chosen[part.entry.part])
                 self._plane.resize_part(
@@ -148,6 +183,7 @@ class DenseStores:
                     part.pull_bytes,
                     part.push_bytes,
                     is_checked=part.rule.chain is not None,
+                    ranks=store.ranks,
                 )
             self.parts.forget_lists()
         incoming.respond()

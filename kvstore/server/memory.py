@@ -22,6 +22,7 @@ from kvstore.compression.config import UNCHANGED
 from kvstore.errors import ValueMismatchError
 from kvstore.optimizer import states
 from kvstore.optimizer.base import Optimizer
+from kvstore.protocol.placement import may_be_relayed
 from kvstore.protocol.requests import PartEntry, RowPartEntry
 from pslite.errors import ProtocolError, UsageError
 
@@ -41,6 +42,13 @@ class StoreState:
     """For each scope: the keys whose parts are too small for optimizers of that scope, and how many
     such parts are here."""
     compression: Compression = field(default_factory=Compression)
+    contributors: tuple[int, ...] | None = None
+    """In place of ``ranks``, for parts that are relayed on other machines; None: no relay."""
+
+    def ranks_for(self, dtype: np.dtype[Any]) -> tuple[int, ...] | None:
+        """Return who contributes to the rounds of a dense part of this type."""
+        relayed = self.contributors is not None and may_be_relayed(dtype)
+        return self.contributors if relayed else self.ranks
 
     def has_part(self, entry: PartEntry | RowPartEntry) -> None:
         """Record that a part was added."""

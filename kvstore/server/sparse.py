@@ -33,6 +33,7 @@ from kvstore.server.row_part import (
 from kvstore.sparse.ids import Ids, union_of
 from kvstore.sparse.partition import Cut, PartRows, read_part, update_part
 from kvstore.sparse.payload import (
+    ROWS_FORM,
     RowPayload,
     RowPayloadKind,
     id_bytes_for,
@@ -294,29 +295,35 @@ def _cut_of(part: Part, payload: RowPayload) -> Cut:
     return cut
 
 
+def _contributions(
+    part: Part, payloads: Sequence[TakenCut | Piece]
+) -> tuple[Cut, list[PartRows | Flat]]:
+    cuts = {payload.cut for payload in payloads if isinstance(payload, TakenCut)}
+    if len(cuts) != 1:
+        raise ProtocolError(f"the workers disagree on the rows of {part.title}")
+    dtype = part.entry.dtype
+    return cuts.pop(), [
+        each.rows if isinstance(each, TakenCut) else bytes_of(each).view(dtype) for each in payloads
+    ]
+
+
 def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
     """Apply a round that has rows to a part of a dense key. Runs on the lane's thread."""
     arena = part.arena
     base = arena.store.optimizer  # read once: the I/O thread may set another one
     if base is None and arena.store.ranks is None:
         raise OptimizerNotSet(NO_OPTIMIZER)
-    cuts = {payload.cut for payload in payloads if isinstance(payload, TakenCut)}
-    if len(cuts) != 1:
-        raise ProtocolError(f"the workers disagree on the rows of {part.title}")
-    dtype = part.entry.dtype
-    contributions = [
-        each.rows if isinstance(each, TakenCut) else bytes_of(each).view(dtype) for each in payloads
-    ]
+    cut, contributions = _contributions(part, payloads)
     optimizer = None
     if base is not None:
-        base.check_dtype(dtype)
+        base.check_dtype(part.entry.dtype)
         optimizer = base.for_key(part.entry.key, part.entry.width)
     states = part.state(base)
     if arena.previous is not None:
         arena.previous[part.start : part.stop] = part.weight
     arena.changes += 1
     update_part(
-        cuts.pop(),
+        cut,
         part.weight,
         states,
         contributions,
@@ -325,6 +332,29 @@ def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
         arena.workspace,
     )
     part.count += 1
+
+
+def rows_of_cuts(
+    part: Part, payloads: Sequence[TakenCut | Piece], allocate: Allocate, workspace: Workspace
+) -> tuple[int, Piece]:
+    """Return the sum of a round that has rows, as its form and bytes.
+
+    It has rows if all contributions have; otherwise all elements. On the lane's thread.
+    """
+    cut, contributions = _contributions(part, payloads)
+    total: Flat = np.empty(part.entry.num_elements, part.entry.dtype)
+    update_part(cut, total, (), contributions, None, 1, workspace)
+    ids = [each.rows.ids for each in payloads if isinstance(each, TakenCut)]
+    if len(ids) < len(payloads):
+        return 0, Piece(total.view(np.uint8).data, 0, total.nbytes)
+    found = np.unique(np.concatenate(ids))
+    id_bytes = id_bytes_for(cut.num_rows)
+    value_bytes = cut.elements(found) * total.itemsize
+    memory = allocate(payload_bytes(len(found), id_bytes, value_bytes))
+    head = RowPayloadKind.ROWS, len(found), cut.width, cut.skip
+    values = write_payload(memory, *head, found, id_bytes)
+    read_part(cut, total, found, values.view(total.dtype))
+    return ROWS_FORM, Piece(memory.data, 0, len(memory))
 
 
 def answer_cut(

@@ -8,18 +8,19 @@ allow, and hands a server's work to the pool. A worker has a ``WorkerPlane``; a 
 from __future__ import annotations
 
 import heapq
+import itertools
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from pslite.errors import NodeLostError, ProtocolError, PSError, UsageError, told
 from pslite.future import Future
-from pslite.ids import NodeInfo, Role, node_id, worker_rank
+from pslite.ids import NodeInfo, Role, node_id, rank_of, worker_rank
 from pslite.node.customer import Handler, Incoming
 from pslite.node.links import Delivery
-from pslite.node.office import Office
+from pslite.node.office import Office, PartOwner, Relaying
 from pslite.node.primary import Primary
 from pslite.node.recorded_requests import Answers
 from pslite.node.standby import Outcomes, Standby
@@ -34,6 +35,7 @@ from pslite.plane import (
     Transfer,
     WorkerPlane,
 )
+from pslite.protocol.relays import contributor_of, node_of
 from pslite.wire.base import Message
 from pslite.wire.messages import Answer, Exchange, PartsFailed, RoundWaits, StaleEpoch
 from pslite.wire.recovery import PayloadPiece, Recorded, RequestRecord, RoundRecord
@@ -63,14 +65,10 @@ _MOST_ANSWERS = 256
 TICK_INTERVAL_S = 1.0
 
 
-class PartOwner(Protocol):
-    """The owner of some parts: a worker's store, or all stores of a server."""
+T = TypeVar("T")
 
-    def name_of(self, part: int) -> str | None:
-        """Return the name of a part for people; None if not its owner. On the I/O thread."""
-
-    def send_joined(self) -> None:
-        """Submit requests that are held back to be joined. From any thread."""
+_numbers = itertools.count()
+"""The order of messages of one priority that wait for room."""
 
 
 class Traffic:
@@ -79,13 +77,15 @@ class Traffic:
     def __init__(self, office: Office) -> None:
         self._office = office
         window = office.config.round_window
-        #: It stays empty on servers and the scheduler, which do not push or pull.
+        #: Only workers and servers that relay push and pull.
         self.worker = WorkerPlane(window)
         self._server: ServerPlane | None = None
         #: On a server with a standby: its side. On a standby: its side, also after it has taken
         #: the place of its server.
         self.primary: Primary | None = None
         self.standby: Standby | None = None
+        #: On a server that relays.
+        self.relay: Relaying | None = None
         #: What this server has answered, or the one whose place it has taken.
         self._answers = Answers(_MOST_ANSWERS)
         #: What all stores of this node share; it is kept as long as the node.
@@ -103,7 +103,6 @@ class Traffic:
         #: Worker's uid -> answers that wait for room on its connection, as heaps of (-priority,
         #: number, node, answer).
         self.unsent: dict[str, list[tuple[int, int, int, Send]]] = {}
-        self._num_queued = 0
 
     def serve(self, plane: ServerPlane, handle: Handler) -> None:
         """Set a server's half of the plane; call it before the node runs.
@@ -112,11 +111,9 @@ class Traffic:
         """
         self._server = plane
         if self._office.config.standbys:
-            self.primary = Primary(
-                self._office, plane, self._execute, self.carry_out, self._answers
-            )
+            self.primary = Primary(self._office, plane, self.execute, self.carry_out, self._answers)
         if self._office.config.stands_by:
-            self.standby = Standby(self._office, plane, self._execute, handle, self._answers)
+            self.standby = Standby(self._office, plane, self.execute, handle, self._answers)
 
     def begin_with(self, standby: NodeInfo) -> None:
         """Let a standby repeat all that this server does, from its beginning."""
@@ -228,7 +225,7 @@ class Traffic:
         """Handle one of ``MESSAGES``, from a node of the roster."""
         message = delivery.message
         if isinstance(message, Exchange):
-            rank = worker_rank(node)
+            rank = self._sender(node)
             if self._server is None or rank is None:
                 raise UsageError("only workers exchange data, and only with servers")
             if self._office.error is not None:
@@ -301,8 +298,8 @@ class Traffic:
         return self._office.membership.node_ids.get(peer) in self.worker.waiting_for()
 
     def has_waiting(self, node: int) -> bool:
-        """Return whether the worker ``node`` waits for an answer from this server."""
-        rank = worker_rank(node)
+        """Return whether ``node`` waits for an answer from this server."""
+        rank = self._sender(node)
         if self._server is None or rank is None:
             return False
         is_queued = self._office.membership.uids.get(node) in self.unsent
@@ -316,10 +313,12 @@ class Traffic:
     def departed(self, node: int, error: BaseException, *, left: bool) -> None:
         """Act on the end of a node; with ``left``, it may still wait for answers."""
         self.worker.depart(node, error)
-        rank = worker_rank(node)
+        rank = self._sender(node)
         if self._server is not None and rank is not None:
             depart = self._server.leave if left else self._server.depart
             self.carry_out(depart(rank, error))
+            if self.relay is not None:
+                self.relay.departed(rank, error)
 
     def returned(self, node: int) -> None:
         """Go on with another process in the seat of a lost worker or server."""
@@ -344,7 +343,7 @@ class Traffic:
 
     def close(self) -> None:
         """Release the app and all memory: the node has ended."""
-        self._server = self.primary = self.standby = None
+        self._server = self.primary = self.standby = self.relay = None
         self.unsent.clear()
         self.worker.close()
 
@@ -354,54 +353,53 @@ class Traffic:
         """Carry out effects of a server's plane. On the I/O thread."""
         for effect in effects:
             if isinstance(effect, Send):
-                worker = node_id(Role.WORKER, effect.peer)
-                peer = self._office.membership.uids.get(worker)
+                node = node_of(effect.peer)
+                peer = self._office.membership.uids.get(node)
                 if peer is None:
                     continue  # it is gone
                 if effect.frames and not self._has_room(peer):
-                    self._put_off(peer, worker, effect)
+                    self._put_off(peer, node, effect)
                 else:
-                    self._send(worker, effect)
+                    self._send(node, effect)
+            elif self.relay is not None and self.relay.takes(effect):
+                self.relay.run(effect)
             elif self.primary is not None:
                 self.primary.run(effect)
             elif self._server is not None:
                 plane, jobs = self._server, effect.jobs
                 work = partial(plane.app.apply, jobs)
-                self._execute(effect, work, partial(self._finish, plane, jobs))
+                self.execute(effect, work, partial(self._finish, plane, jobs))
 
     def _has_room(self, peer: str) -> bool:
-        """Return whether values can be sent to a worker now."""
+        """Return whether values can be sent to a peer now."""
         office = self._office
         if office.sharing.reaches(peer):  # it reads the values from this memory
             return True
         return peer not in self.unsent and office.links.has_room(peer)
 
-    def _put_off(self, peer: str, worker: int, effect: Send) -> None:
-        """Queue values until there is room on the worker's connection."""
-        self._num_queued += 1
-        entry = (-effect.priority, self._num_queued, worker, effect)
+    def _put_off(self, peer: str, node: int, effect: Send) -> None:
+        """Queue values until there is room on the connection."""
+        entry = (-effect.priority, next(_numbers), node, effect)
         heapq.heappush(self.unsent.setdefault(peer, []), entry)
 
-    def _send(self, worker: int, effect: Send) -> None:
-        """Send a server's message to a worker, or an error if it cannot be sent."""
+    def _send(self, node: int, effect: Send) -> None:
+        """Send a server's message, or an error if it cannot be sent."""
         try:
-            self._office.send(worker, effect.message, effect.frames)
+            self._office.send(node, effect.message, effect.frames)
         except PSError as error:
             answer = effect.message
             if not isinstance(answer, Answer):
                 raise
-            title = self._office.membership.title(worker)
+            title = self._office.membership.title(node)
             text = f"cannot send an answer to {title}: {error}"
             self._office.log.warn_seldom(f"unsendable answer to {title}", text)
             failed = PartsFailed(answer.pushed, True, answer.parts, answer.rounds, *told(error))
-            self._office.send(worker, failed)
+            self._office.send(node, failed)
 
     def _finish(self, plane: ServerPlane, jobs: Sequence[Job], outcomes: Outcomes) -> None:
         self.carry_out(plane.finished(jobs, outcomes))
 
-    def _execute(
-        self, run: Run, work: Callable[[], Outcomes], done: Callable[[Outcomes], None]
-    ) -> None:
+    def execute(self, run: Run, work: Callable[[], T], done: Callable[[T], None]) -> None:
         """Do ``work`` for a run on its lane; then call ``done``, on this thread."""
         office = self._office
         if self._is_quick(run):
@@ -441,9 +439,10 @@ class Traffic:
             self.begin_epoch(epoch)
 
     def _report(self, message: RoundWaits) -> None:
-        missing = ", ".join(
-            self._office.membership.title(node_id(Role.WORKER, rank)) for rank in message.missing
-        )
+        if self._server is not None:  # it relays, and its workers wait
+            self.carry_out(self._server.pass_on(message))
+            return
+        missing = ", ".join(map(self._office.membership.title, self._workers(message.missing)))
         what, waited_s = self._name_of(message.part), message.waited_s
         text = f"round {message.round} of {what} has waited {waited_s:.0f} s for {missing}"
         self.reports.append((self._office.clock(), text))
@@ -452,6 +451,18 @@ class Traffic:
     def _name_of(self, part: int) -> str:
         names = (owner.name_of(part) for owner in self._owners_now())
         return next(filter(None, names), f"part {part}")
+
+    def _sender(self, node: int) -> int | None:
+        """Return the number of a worker, or of a server that relays; None for other nodes."""
+        is_relay = node in self._office.membership.fellows
+        return contributor_of(node) if is_relay else worker_rank(node)
+
+    def _workers(self, contributors: Iterable[int]) -> list[int]:
+        """Return the ids of these workers, and of those for whom these servers relay."""
+        relays, ranks = self._office.membership.relays, list[int]()
+        for number in contributors:
+            ranks += [number] if number >= 0 else relays.members(-1 - number)
+        return [node_id(Role.WORKER, rank) for rank in ranks]
 
     # -- for the status of a job -------------------------------------------------------
 
@@ -479,7 +490,7 @@ class Traffic:
             more = sum(len(each.parts) for each in alike) - 1
             others = f" and {more} other part{'s' if more > 1 else ''}" if more else ""
             what = self._name_of(alike[0].parts[0]) + others
-            names = tuple(f"{Role.WORKER.value} {rank}" for rank in missing)
+            names = tuple(f"{Role.WORKER.value} {rank_of(node)}" for node in self._workers(missing))
             since = min(each.opened_at for each in alike if each.opened_at is not None)
             waits.append(Wait(what, round_, names, now - since))
         return waits

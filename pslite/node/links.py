@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from pslite.errors import ConfigError, ProtocolError, UsageError
 from pslite.memory.sharing import Sharing
 from pslite.protocol.channel import Channel, Outgoing
+from pslite.protocol.send_window import AHEAD_S
 from pslite.van.base import Received, Van
 from pslite.wire.base import Message
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
@@ -325,6 +326,10 @@ class Links:
         """Keep the channel of this peer from now on: it is a node of the job."""
         self._known.add(peer)
         self._strangers.pop(peer, None)
+
+    def exchange_values(self, peer: str) -> None:
+        """Expect that this node and a peer send each other equally large messages."""
+        self._entry(peer).channel.window.ahead_s = 2 * AHEAD_S
 
     def _entry(self, peer: str) -> _PeerTraffic:
         entry = self._peers.get(peer)

@@ -28,6 +28,7 @@ from pslite.node.member_barriers import MemberBarriers
 from pslite.node.message_filter import MAX_EARLY, needs_roster
 from pslite.node.scheduler_away import SchedulerAway
 from pslite.protocol.membership import Gone, with_seated
+from pslite.protocol.relays import relays_of
 from pslite.van.zmq.addresses import format_address
 from pslite.wire.messages import (
     BarrierLeave,
@@ -211,9 +212,12 @@ class MemberControl(NodeControl):
             return
         office.log.name = label(mine[0])
         office.log.learn(members)
-        for node in members if office.role is Role.WORKER else ():
-            if node.role == Role.SERVER.value:
+        office.membership.meet_relays(mine[0], relays_of(members, office.config))
+        for node in members:
+            if office.membership.connects_to(mine[0], node):
                 office.van.connect(node.uid, node.address)
+            if node.node_id in office.membership.fellows:
+                office.links.exchange_values(node.uid)
         self._stop_waiting()
         self._away.found()
         office.log.info(1, f"{office.log.name} is connected to others")

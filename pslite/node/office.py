@@ -14,6 +14,7 @@ from pslite.node.io_queue import IOQueue
 from pslite.node.links import Delivery, Links
 from pslite.node.log import Log
 from pslite.node.pool import Pool
+from pslite.plane import Run
 from pslite.protocol.membership import Membership
 from pslite.van.base import Van
 from pslite.wire.base import Message
@@ -96,3 +97,26 @@ class Office(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """End every wait of this node with ``error``, including later ones."""
+
+
+class PartOwner(Protocol):
+    """The owner of some parts: a worker's store, or all stores of a server."""
+
+    def name_of(self, part: int) -> str | None:
+        """Return the name of a part for people; None if not its owner. On the I/O thread."""
+
+    def send_joined(self) -> None:
+        """Submit requests that are held back to be joined. From any thread."""
+
+
+class Relaying(Protocol):
+    """What a server does that relays (``protocol/relays.py``). On the I/O thread."""
+
+    def takes(self, run: Run) -> bool:
+        """Return whether these rounds are of relayed parts."""
+
+    def run(self, run: Run) -> None:
+        """Add up these rounds, send the sums to their owners and write the answers."""
+
+    def departed(self, rank: int, error: BaseException) -> None:
+        """Note that a worker is gone."""

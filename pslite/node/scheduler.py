@@ -29,6 +29,7 @@ from pslite.node.surveyor import Surveyor
 from pslite.protocol.barrier import Barriers, Release
 from pslite.protocol.charter import Charter
 from pslite.protocol.membership import Gone, Rendezvous
+from pslite.protocol.relays import relays_of
 from pslite.security import WHAT_TO_COMPARE
 from pslite.wire.messages import (
     BarrierEnter,
@@ -190,6 +191,7 @@ class SchedulerControl(NodeControl):
         self._titles.update((node.node_id, node.title) for node in roster)
         office.log.learn(roster)
         standbys = self._rendezvous.standbys
+        office.membership.meet_relays(self._node, relays_of(roster, office.config))
         office.join(self._node, roster, now, standbys=standbys)
         self._seating.begin(roster, standbys, now)
         for node in self._rendezvous.roster:

@@ -51,6 +51,7 @@ from pslite.plane.server import ServerPlane
 from pslite.plane.transfer import Sink, Transfer
 from pslite.plane.unit import NO_SIZE, OpenRound
 from pslite.plane.worker import WorkerPlane
+from pslite.protocol.relays import Relays
 from pslite.protocol.rounds import Batch
 from pslite.wire.base import Ints
 
@@ -64,6 +65,7 @@ __all__ = [
     "OpenRound",
     "Outcome",
     "Piece",
+    "Relays",
     "Run",
     "Send",
     "ServerApp",

@@ -217,7 +217,10 @@ class ServerApp(Protocol):
 
 
 class Send(NamedTuple):
-    """Effect: send a message to a peer (a worker's rank, or a server's node id)."""
+    """Effect: send a message to a peer.
+
+    It is a server's node id, or a contributor's number (``protocol/relays.py``).
+    """
 
     peer: int
     message: Message

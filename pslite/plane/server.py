@@ -8,6 +8,7 @@ contributions belong to one round. Read next: ``unit.py`` and ``replies.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pslite.errors import ProtocolError, UsageError
 from pslite.plane.interface import (
@@ -27,15 +28,18 @@ from pslite.plane.interface import (
 from pslite.plane.part_copies import PartCopies
 from pslite.plane.replies import Replies
 from pslite.plane.unit import NO_SIZE, OpenRound, Parts, Unit
-from pslite.protocol.rounds import AsyncRounds, Rounds, SyncRounds
-from pslite.wire.messages import Exchange, StaleEpoch
+from pslite.protocol.rounds import AsyncRounds, SyncRounds
+from pslite.wire.messages import Exchange, RoundWaits, StaleEpoch
 
 #: The most requests of later epochs to keep until the scheduler announces these epochs here.
 _MAX_EARLY = 65_536
 
 
 class ServerPlane:
-    """A server's half of the plane. ``Send`` effects go to workers' ranks."""
+    """A server's half of the plane.
+
+    A *rank* here is also the number of a server that relays (``protocol/relays.py``).
+    """
 
     def __init__(
         self,
@@ -90,13 +94,7 @@ class ServerPlane:
         """
         if part in self._parts.units:
             raise UsageError(f"part {part} is already open")
-        rounds: Rounds
-        if ranks is None:
-            rounds = AsyncRounds(self._window)
-        else:
-            rounds = SyncRounds(ranks, self._window)
-            for rank in self._gone:
-                rounds.abandon(rank)
+        rounds = AsyncRounds(self._window) if ranks is None else self._rounds(ranks)
         push_sizes = (size if push_size is None else push_size,)
         keeps = self._keeps_previous and ranks is not None
         self._parts.put(Unit((part,), (size,), rounds, lane, push_sizes, is_checked, keeps))
@@ -106,17 +104,43 @@ class ServerPlane:
         unit = self._parts.units.get(part)
         return unit is not None and unit.is_quiet
 
+    def priority(self, part: int) -> int:
+        """Return how urgently workers need the value of a part."""
+        unit = self._parts.units.get(part)
+        return 0 if unit is None else unit.priority
+
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a worker has left or is lost, and will push no more."""
+        return rank in self._gone
+
     def resize_part(
-        self, part: int, size: int, push_size: int, *, is_checked: bool = False
+        self,
+        part: int,
+        size: int,
+        push_size: int,
+        *,
+        is_checked: bool = False,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """Change the sizes of the values and pushes of a part, which must be quiet.
 
-        ``is_checked`` is as in ``open_part``.
+        ``ranks`` contribute to its rounds from now on; None: as before. ``is_checked`` is as in
+        ``open_part``.
         """
         unit = self._parts.single(part)
         if unit is None:
             raise UsageError(f"part {part} is not open")
+        if ranks is not None:
+            rounds = self._rounds(ranks)
+            rounds.resume(unit.rounds.counts())
+            unit = replace(unit, rounds=rounds)
         self._parts.put(unit.resized(size, push_size, is_checked=is_checked))
+
+    def _rounds(self, ranks: Sequence[int]) -> SyncRounds:
+        rounds = SyncRounds(ranks, self._window)
+        for rank in self._gone:
+            rounds.abandon(rank)
+        return rounds
 
     def close_part(self, part: int, error: BaseException) -> list[Effect]:
         """Refuse requests for a part from now on; waiting requests get ``error``."""
@@ -289,6 +313,12 @@ class ServerPlane:
                 waiting = sorted({rank for rank, _ in unit.waiting()})
                 effects += [Send(rank, waits) for rank in waiting]
         return effects
+
+    def pass_on(self, waits: RoundWaits) -> list[Effect]:
+        """Tell the workers that wait for a part what its owner waits for."""
+        unit = self._parts.units.get(waits.part)
+        ranks = {rank for rank, _ in unit.waiting()} if unit is not None else ()
+        return [Send(rank, waits) for rank in sorted(ranks)]
 
     # -- inside ------------------------------------------------------------------------
 

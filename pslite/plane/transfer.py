@@ -135,6 +135,10 @@ class Transfer:
         self._note(index, error)
         self._settle(1)
 
+    def error_of(self, index: int) -> BaseException | None:
+        """Return the error of one part, once ``done`` was called."""
+        return self._error if self.failed is None else self.failed.get(index)
+
     def _note(self, index: int, error: BaseException) -> None:
         if self.failed is not None:
             self.failed[index] = error

@@ -134,6 +134,13 @@ class Unit:
             self.refuse(rank, round_, error, replies)
         elif verdict is Verdict.HOPELESS:
             self.refuse(rank, round_, gone[self.rounds.blocked_by or 0], replies)
+        elif verdict is Verdict.UNEXPECTED:
+            who = f"worker {rank} itself" if rank >= 0 else f"server {-1 - rank} for its machine"
+            unexpected = UsageError(
+                f"part {self.parts[0]} expects no push of {who}: set KVSTORE_HIERARCHICAL to the "
+                "same value on all nodes"
+            )
+            self.refuse(rank, round_, unexpected, replies)
         return False
 
     def pull(

@@ -32,6 +32,7 @@ from typing import NamedTuple
 from pslite.errors import NodeLostError, UsageError
 from pslite.ids import NodeInfo, Role, role_of
 from pslite.protocol.lost_time import LostTime
+from pslite.protocol.relays import Relays
 
 _SAME_ROUNDS = (
     "others wait for its next push or collective call, and all workers must make equally many "
@@ -260,6 +261,10 @@ class Membership:
     """How long this node has waited for workers and servers in place of lost ones."""
     no_scheduler_time: LostTime = field(default_factory=LostTime)
     """How long this node has been without a scheduler."""
+    relays: Relays = field(default_factory=Relays)
+    """The servers that add up what the workers of their machine push."""
+    fellows: frozenset[int] = frozenset()
+    """The ids of the servers to which this server relays, or which relay to it."""
 
     def begin(
         self, roster: tuple[NodeInfo, ...], epoch: int = 1, attempts: Sequence[int] = ()
@@ -304,11 +309,11 @@ class Membership:
         return uid if node_id is None else self.title(node_id)
 
     def neighbours(self) -> list[NodeInfo]:
-        """Return the present nodes of other roles, with which this node communicates."""
+        """Return the present nodes with which this node communicates."""
         return [
             node
             for node in self.roster
-            if node.role != self.role.value
+            if self._communicates_with(node)
             and node.node_id not in self.gone
             and node.node_id not in self.vacant
         ]
@@ -318,10 +323,25 @@ class Membership:
         return [
             node
             for node in self.roster
-            if node.role != self.role.value
+            if self._communicates_with(node)
             and node.node_id not in self.vacant
             and (node.node_id not in self.gone or self.is_leaving(node.node_id))
         ]
+
+    def meet_relays(self, own: NodeInfo, relays: Relays) -> None:
+        """Set the relays of the job, before ``begin``; ``own`` is this node's entry."""
+        self.relays = relays
+        if self.role is Role.SERVER:
+            self.fellows = relays.fellows(own.rank)
+
+    def connects_to(self, own: NodeInfo, node: NodeInfo) -> bool:
+        """Return whether this node, ``own``, connects to ``node``, and not vice versa."""
+        if node.role != Role.SERVER.value:
+            return False
+        return self.role is Role.WORKER or (node.node_id in self.fellows and own.rank < node.rank)
+
+    def _communicates_with(self, node: NodeInfo) -> bool:
+        return node.role != self.role.value or node.node_id in self.fellows
 
     def is_leaving(self, node_id: int) -> bool:
         """Return whether a node has said goodbye but may not have ended yet."""
@@ -393,7 +413,7 @@ class Membership:
             if info is not None and node in self.vacant and not waits:
                 text = f"{info.title} is lost: {self.vacant[node]}"
                 return NodeLostError(text, role=info.role, rank=info.rank)
-            is_neighbour = info is not None and info.role != self.role.value
+            is_neighbour = info is not None and self._communicates_with(info)
             if not is_neighbour and node != own.node_id:
                 return UsageError(
                     f"{own.title} cannot send to {self.title(node)}: they are not connected"

@@ -46,6 +46,8 @@ class Verdict(enum.Enum):
     """Beyond the window: the sender should have waited."""
     HOPELESS = "hopeless"
     """The round needs a rank that is gone and has not contributed."""
+    UNEXPECTED = "unexpected"
+    """The sender has no part in these rounds."""
 
 
 class Batch(NamedTuple):
@@ -101,6 +103,8 @@ class SyncRounds:
 
     def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
         """Take one contribution in."""
+        if rank not in self._expected:
+            return Verdict.UNEXPECTED
         if round_ <= self.version:
             return Verdict.APPLIED
         if round_ > self.version + 1 + self.window:

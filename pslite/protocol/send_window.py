@@ -38,7 +38,7 @@ class Departure(NamedTuple):
 class SendWindow:
     """The window of one channel; ``nbytes`` is its size."""
 
-    __slots__ = ("_accepted", "_accepted_at", "_delay_s", "_most", "_rate", "nbytes")
+    __slots__ = ("_accepted", "_accepted_at", "_delay_s", "_most", "_rate", "ahead_s", "nbytes")
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -46,6 +46,8 @@ class SendWindow:
         self._delay_s = math.inf
         self._accepted = 0
         self._accepted_at = 0.0
+        self.ahead_s = AHEAD_S
+        """Twice that if the peer sends as much: its acceptances wait behind its own values."""
         self.nbytes = min(FIRST_BYTES, most_bytes)
 
     def sent(self, nbytes: int, in_flight: int, now: float) -> Departure:
@@ -67,4 +69,4 @@ class SendWindow:
         elif departure.fills:
             self._rate += (rate - self._rate) / _SMOOTHING
         self._delay_s = min(self._delay_s, now - departure.at)
-        self.nbytes = min(nbytes + int(self._rate * (self._delay_s + AHEAD_S)), self._most)
+        self.nbytes = min(nbytes + int(self._rate * (self._delay_s + self.ahead_s)), self._most)

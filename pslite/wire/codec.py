@@ -24,7 +24,7 @@ from pslite.ids import NodeInfo
 from pslite.wire.base import Ints, Message, Nodes, Texts
 from pslite.wire.messages import ALL_MESSAGES
 
-VERSION = 8
+VERSION = 9
 MAX_HEADER_BYTES = 16 << 20
 MAX_FRAMES = 65_536
 MAX_INTEGERS = 1 << 18

@@ -402,8 +402,8 @@ _SENT_BY: list[tuple[set[str], tuple[type[Message], ...]]] = [
     ({"server"}, (Answer, PartsFailed, StaleEpoch, RoundWaits)),
     ({"scheduler", "server"}, (StandsBy,)),
     ({"server"}, (RoundRecord, RequestRecord, Recorded, PayloadPiece)),
-    ({"server", "worker"}, (MayReturn, BarriersReached)),
-    ({"worker"}, (Exchange, LongWait, StepRepeated)),
+    ({"server", "worker"}, (Exchange, MayReturn, BarriersReached)),
+    ({"worker"}, (LongWait, StepRepeated)),
     ({"server", "worker"}, (Register, BarrierEnter, SegmentOffer, SegmentTaken, StatusReport)),
 ]
 SENDERS = {kind: frozenset(roles) for roles, kinds in _SENT_BY for kind in kinds}

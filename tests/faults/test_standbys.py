@@ -545,9 +545,7 @@ def test_a_standby_that_is_behind_does_first_what_its_records_say(name: str) -> 
         traffic = simulation.standbys[0].traffic
         assert traffic.standby is not None
 
-        def later(
-            *work: Any, simulation: Any = simulation, execute: Any = traffic._execute
-        ) -> None:
+        def later(*work: Any, simulation: Any = simulation, execute: Any = traffic.execute) -> None:
             simulation.at(max(simulation.now, 9.0), partial(execute, *work))
 
         traffic.standby._execute = later  # type: ignore[assignment]
@@ -912,7 +910,7 @@ def test_a_server_waits_for_a_standby_that_is_far_behind_and_then_goes_on() -> N
     simulation, most = plain_simulation(), 0
     server, standby = simulation.servers[0], simulation.standbys[0]
     limit = 4 * simulation._settings["credit_bytes"]
-    execute, held = standby.traffic._execute, list[Any]()
+    execute, held = standby.traffic.execute, list[Any]()
     assert standby.traffic.standby is not None
     standby.traffic.standby._execute = lambda *work: held.append(work)
     answered: list[float] = []

@@ -27,6 +27,7 @@ class InprocCluster:
     Args:
         prepare: called with the scheduler and each server before they join, to add apps.
         machines: the names of the workers' machines, where they are not all on this one.
+        server_machines: those of the servers.
         config: fields of ``pslite.Config``, the same for all nodes.
     """
 
@@ -37,11 +38,12 @@ class InprocCluster:
         *,
         prepare: Callable[[pslite.Postoffice], None] | None = None,
         machines: Sequence[str] = (),
+        server_machines: Sequence[str] = (),
         **config: Any,
     ) -> None:
         self._network = InprocNetwork()
         self._prepare = prepare
-        self._machines = machines
+        self._machines = {"worker": machines, "server": server_machines}
         self._config = {"root_uri": "127.0.0.1", "root_port": 9091, **config}
         self._config.update(num_workers=num_workers, num_servers=num_servers)
         self._killed = False
@@ -111,8 +113,8 @@ class InprocCluster:
 
     def _start(self, role: str, rank: int | None) -> pslite.Postoffice:
         config = dict(self._config)
-        if role == "worker" and self._machines:
-            config["machine"] = self._machines[rank or 0]
+        if self._machines.get(role):
+            config["machine"] = self._machines[role][rank or 0]
         return pslite.start(
             pslite.Config(role=role, task_id=rank, **config),
             make_van=lambda uid: InprocVan(self._network, uid),

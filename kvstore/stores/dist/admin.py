@@ -77,7 +77,7 @@ class DistControl(KVStore):
         number = next(_store_numbers.setdefault(node, itertools.count(1)))
         self._servers = Servers(node, number, synchronous=synchronous)
         self._table = KeyTable()
-        self._exchange = DenseExchange(node, self._table)
+        self._exchange = DenseExchange(node, self._table, synchronous=synchronous)
         self._waiter = Waiter(node)
         self._progress = progress_of(node)
         #: All unfinished calls of ``init``.
@@ -397,9 +397,7 @@ class DistControl(KVStore):
         self._exchange.check()
         # Leave sizes to the directory: if this rank raised here, the others would wait for it.
         scope = self._optimizer.scope
-        made = self._servers.init(
-            specs, hosts, self._exchange.entries, self._exchange.coding, scope=scope
-        )
+        made = self._servers.init(specs, hosts, self._exchange, scope=scope)
         added = made.map(self._add)
         self._inits.add(("",), added)
         return added

@@ -82,7 +82,7 @@ class DistFiles:
             return saved.read(key, start, stop, optimizer)
 
         dense, row_sparse = self._entries()
-        self._servers.write(dense, optimizer, read, self._wait)
+        self._servers.write(dense, optimizer, read, self._wait, self._exchange.relays)
         for entry in row_sparse:
             self._write_rows(entry, saved.rows_of(entry.key), read)
 

@@ -8,6 +8,7 @@ requests.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -20,13 +21,14 @@ from kvstore.checkpoint.optimizer_states import HostValue, SavedPiece
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import from_plain
 from kvstore.optimizer.states import state_dtypes
-from kvstore.protocol.placement import message_bytes
+from kvstore.protocol.placement import may_be_relayed, message_bytes
 from kvstore.protocol.requests import (
     DIRECTORY_APP,
     STORE_APP,
     Declared,
     DirectoryCall,
     KeyEntry,
+    PartEntry,
     StoreCall,
     pack,
     pack_parts,
@@ -47,12 +49,14 @@ from kvstore.stores.dist.plan import (
 )
 from kvstore.stores.dist.row_pages import RowPages, create_rows
 from kvstore.stores.dist.sparse_transfer import RowPlacement
+from kvstore.stores.dist.transfer import DenseExchange
 from pslite import Future, Postoffice, Role
 from pslite.errors import describe, unexpected
 from pslite.future import completed, settled
 from pslite.future import gather as gather_futures
-from pslite.ids import SCHEDULER_ID, node_id
+from pslite.ids import SCHEDULER_ID, node_id, rank_of
 from pslite.node.customer import Reply
+from pslite.plane import Relays
 
 #: At most this many requests for values and states are in flight at once, to bound the memory.
 _READ_AHEAD = 8
@@ -102,8 +106,7 @@ class Servers:
         self,
         specs: Mapping[Key, KeySpec],
         values: Sequence[HostValue],
-        known: Mapping[Key, KeyEntry],
-        coding: DistCompression | None,
+        exchange: DenseExchange,
         *,
         scope: str,
     ) -> Future[list[KeyEntry]]:
@@ -123,7 +126,7 @@ class Servers:
             entries = unpack_entries(rows)
             if not decides:
                 return completed(entries)
-            made = self._create_parts(entries, values, known, coding)
+            made = self._create_parts(entries, values, exchange)
             return made.map(lambda _: entries)
 
         names = ", ".join(repr(key) for key in list(specs)[:5])
@@ -134,10 +137,10 @@ class Servers:
         self,
         entries: Sequence[KeyEntry],
         values: Sequence[HostValue],
-        known: Mapping[Key, KeyEntry],
-        coding: DistCompression | None,
+        exchange: DenseExchange,
     ) -> Future[None]:
         """Put the initial values on the servers, then inform the other ranks."""
+        known, coding, relays = exchange.entries, exchange.coding, exchange.relays
         asked: list[Future[Any]] = []
         dense, arrays = [], []
         for entry, value in zip(entries, values, strict=True):
@@ -163,6 +166,7 @@ class Servers:
             body = pack(self._number, self._synchronous, pack_parts(parts), rules, cuts)
             frames = [view.data for group in together for view in views(group, arrays)]
             asked.append(self._ask_group(together[0], StoreCall.INIT, body, frames))
+            asked += self._create_relayed(relays, together, parts, frames)
 
         def tell(kind: str, text: str) -> Future[bytes]:
             body = pack(self._number, [entry.key for entry in entries], kind, text)
@@ -175,6 +179,28 @@ class Servers:
         # The other ranks wait for this call, so they also get its error.
         made = gather_futures(asked).or_else(take_back)
         return made.then(lambda _: tell("", "")).map(lambda _: None)
+
+    def _create_relayed(
+        self,
+        relays: Relays | None,
+        together: Sequence[Group],
+        parts: Sequence[PartEntry],
+        frames: Sequence[Any],
+    ) -> Iterator[Future[Reply]]:
+        """Put initial values of an owner's parts on the servers that relay to it."""
+        owner = rank_of(together[0].server)
+        found = [may_be_relayed(part.dtype) for part in parts]
+        if relays is None or not any(found):
+            return
+        ends = itertools.accumulate(len(group.parts) for group in together)
+        kept = [sum(found[:end]) for end in ends]
+        cuts = [stop - start for start, stop in itertools.pairwise([0, *kept]) if stop > start]
+        mine = list(itertools.compress(parts, found))
+        body = pack(self._number, owner, pack_parts(mine), cuts)
+        for relay in relays.relays_to(owner):
+            server = node_id(Role.SERVER, relay)
+            values = list(itertools.compress(frames, found))
+            yield self._ask_server(server, StoreCall.RELAY_INIT, body, values)
 
     def delete(self, entries: Iterable[KeyEntry]) -> Future[None]:
         """Free the parts of these keys on the servers."""
@@ -340,6 +366,7 @@ class Servers:
         optimizer: Optimizer | None,
         read: Reader,
         wait: Callable[[Future[Any]], Any],
+        relays: Relays | None,
     ) -> None:
         """Send the data that ``read`` returns for these keys: states, counts, any values.
 
@@ -348,21 +375,29 @@ class Servers:
         empty = np.empty(0, np.uint8)
         states_of = cache(partial(state_dtypes, optimizer))
 
-        def write_group(group: Group) -> Future[Reply]:
+        def write_group(group: Group) -> Future[Any]:
             counts: list[int] = []
             frames: list[Any] = []
             has_values = True
+            values: dict[int, Any] = {}
             for position, start, stop in group.slices:
                 key, spec = entries[position][:2]
                 itemsize = spec.dtype.itemsize
                 piece = read(key, start // itemsize, stop // itemsize)
                 counts.append(piece.num_updates)
                 has_values = piece.values is not None
+                if piece.values is not None and may_be_relayed(spec.dtype):
+                    values[group.parts[len(counts) - 1]] = flat_bytes(piece.values).data
                 arrays = piece.states if piece.values is None else [piece.values, *piece.states]
                 missing = len(states_of(spec.dtype)) - len(piece.states)
                 frames += [flat_bytes(array).data for array in (*arrays, *[empty] * missing)]
             body = pack(list(group.parts), counts, has_values)
-            return self._ask_group(group, StoreCall.WRITE, body, frames)
+            asked = [self._ask_group(group, StoreCall.WRITE, body, frames)]
+            owner = rank_of(group.server)
+            for relay in relays.relays_to(owner) if relays is not None and values else ():
+                to, body = node_id(Role.SERVER, relay), pack([*values], [0] * len(values), True)
+                asked.append(self._ask_server(to, StoreCall.WRITE, body, [*values.values()]))
+            return gather_futures(asked)
 
         groups = plan(entries, self._node.config.chunk_bytes)
         for _ in self._asked_in_turn(groups, write_group, wait):
@@ -371,10 +406,10 @@ class Servers:
     @staticmethod
     def _asked_in_turn(
         groups: Iterable[Group],
-        ask: Callable[[Group], Future[Reply]],
+        ask: Callable[[Group], Future[Any]],
         wait: Callable[[Future[Any]], Any],
-    ) -> Iterator[tuple[Group, Reply]]:
-        asked: deque[tuple[Group, Future[Reply]]] = deque()
+    ) -> Iterator[tuple[Group, Any]]:
+        asked: deque[tuple[Group, Future[Any]]] = deque()
         for group in groups:
             asked.append((group, ask(group)))
             if len(asked) >= _READ_AHEAD:

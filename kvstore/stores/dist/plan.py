@@ -265,26 +265,32 @@ def group_bytes(config: Config, total_bytes: int, *, by_tcp: bool) -> int:
 
 
 def plan(
-    entries: Sequence[KeyEntry], group_bytes: int, *, keeps_keys_whole: bool = False
+    entries: Sequence[KeyEntry],
+    group_bytes: int,
+    *,
+    keeps_keys_whole: bool = False,
+    route: Callable[[KeyEntry, int], int] = lambda _, owner: owner,
 ) -> list[Group]:
     """Return the messages for these keys, each at most ``group_bytes`` or one part.
 
-    With ``keeps_keys_whole``, keys of at most that size on a server are not cut.
+    With ``keeps_keys_whole``, keys of at most that size on a server are not cut. ``route`` chooses
+    the server to which the parts of an owner are sent.
     """
     done: list[Group] = []
-    filling: dict[int, _Filling] = {}
+    filling: dict[tuple[int, int], _Filling] = {}
     for position, places in enumerate(map(places_of, entries)):
         whole = _bytes_on_servers(places) if keeps_keys_whole else {}
         for server, part, start, stop in places:
             size = stop - start
-            group = filling.get(server)
+            to = server, route(entries[position], server)
+            group = filling.get(to)
             needed = whole.pop(server, size)  # for its first part on the server: all of them
             needed = needed if needed <= group_bytes else size
             if group is not None and not group.has_room(needed, group_bytes):
                 done.append(group.done())
                 group = None
             if group is None:
-                group = filling[server] = _Filling(server)
+                group = filling[to] = _Filling(to[1])
             group.parts.append(part)
             group.sizes.append(size)
             group.slices.append(Slice(position, start, stop))

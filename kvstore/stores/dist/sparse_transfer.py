@@ -181,7 +181,10 @@ class RowExchange:
         for key, value in zip(keys.keys, values, strict=True):
             entry = self._exchange.entries[key]
             is_cut = not entry.is_row_sparse
-            found = _cut(entry, value.whole()) if is_cut else pushed(placement_of(entry), value)
+            if is_cut:
+                found = _cut(entry, self._exchange.route, value.whole())
+            else:
+                found = pushed(placement_of(entry), value)
             items += self.fitting(f"key {key!r}", found)
         return self._prepare(keys, items, priority, None)
 
@@ -197,7 +200,8 @@ class RowExchange:
                 home = placement_of(entry)
                 items += wanted(home, landing.ids, landing.rows, self._most_bytes)
             else:
-                items += self.fitting(f"key {landing.key!r}", _wanted_cut(entry, landing))
+                cuts = _wanted_cut(entry, self._exchange.route, landing)
+                items += self.fitting(f"key {landing.key!r}", cuts)
         return self.begin(keys, items, priority, {})
 
     def pull_held(
@@ -368,7 +372,11 @@ class _CutRows(NamedTuple):
     """The range of their values in the flat rows of the list."""
 
 
-def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_CutRows]:
+_Route = Callable[[KeyEntry, int], int]
+"""``DenseExchange.route``."""
+
+
+def _cuts(entry: KeyEntry, route: _Route, ids: Ids) -> Iterator[_CutRows]:
     width = width_of(entry.spec.shape)
     if not entry.spec.num_elements:
         return
@@ -378,15 +386,16 @@ def _cuts(entry: KeyEntry, ids: Ids) -> Iterator[_CutRows]:
         low, high = map(int, np.searchsorted(ids, (first, first + cut.num_rows)))
         mine = ids[low:high] - first
         front, back = cut.trim(mine)
-        target = RowTarget(node_id(Role.SERVER, rank), part, id_bytes_for(cut.num_rows))
+        server = route(entry, node_id(Role.SERVER, rank))
+        target = RowTarget(server, part, id_bytes_for(cut.num_rows))
         yield _CutRows(target, cut, mine, slice(low * width + front, high * width - back))
 
 
-def _cut(entry: KeyEntry, value: Contribution) -> Iterator[Item]:
+def _cut(entry: KeyEntry, route: _Route, value: Contribution) -> Iterator[Item]:
     """Yield the items of a push of rows to a dense key: one for each part."""
     dtype = entry.spec.dtype
     flat = np.ascontiguousarray(value.values, dtype).reshape(-1)
-    for target, cut, ids, span in _cuts(entry, value.ids):
+    for target, cut, ids, span in _cuts(entry, route, value.ids):
 
         def fill(memory: Bytes, some: Flat = flat[span]) -> None:
             memory.view(dtype)[:] = some
@@ -395,10 +404,10 @@ def _cut(entry: KeyEntry, value: Contribution) -> Iterator[Item]:
         yield Item(target, RowPayloadKind.ROWS, *sizes, ids, flat[span].nbytes, fill)
 
 
-def _wanted_cut(entry: KeyEntry, landing: RowDestination) -> Iterator[Item]:
+def _wanted_cut(entry: KeyEntry, route: _Route, landing: RowDestination) -> Iterator[Item]:
     """Yield the items of a pull of rows of a dense key."""
     flat = landing.rows.reshape(-1)
-    for target, cut, ids, span in _cuts(entry, landing.ids):
+    for target, cut, ids, span in _cuts(entry, route, landing.ids):
 
         def receive(memory: Bytes, some: Flat = flat[span]) -> None:
             _check_answer(f"key {entry.key!r}", len(memory), some.nbytes)

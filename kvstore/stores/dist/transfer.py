@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from kvstore.arrays.keys import Key
-from kvstore.protocol.placement import message_bytes
+from kvstore.protocol.placement import may_be_relayed, message_bytes
 from kvstore.protocol.requests import KeyEntry
 from kvstore.stores.arguments import KeyTable
 from kvstore.stores.base import Version
@@ -27,7 +27,8 @@ from kvstore.stores.dist.plan import Bucket, Buckets, Bytes, Group, group_bytes,
 from kvstore.stores.dist.progress import progress_of
 from pslite import Future, Postoffice
 from pslite.errors import UsageError
-from pslite.plane import Piece, Sink, Transfer
+from pslite.ids import Role, node_id, rank_of
+from pslite.plane import Piece, Relays, Sink, Transfer
 
 #: A copy of up to this many bytes is put in ordinary memory and copied into a message later.
 _SMALL_COPY_BYTES = 65_536
@@ -42,8 +43,10 @@ _MAX_LOOKS = 5
 class DenseExchange:
     """The pushes and pulls of one store on one worker."""
 
-    def __init__(self, node: Postoffice, table: KeyTable) -> None:
+    def __init__(self, node: Postoffice, table: KeyTable, *, synchronous: bool) -> None:
         self._node = node
+        #: Whether servers may relay for this store.
+        self._may_relay = synchronous
         self.buckets = Buckets(table)
         # Makes the recorded order of calls the order in which they are submitted. No thread waits
         # for an answer while it holds the lock: the answer may depend on another thread's next
@@ -105,6 +108,7 @@ class DenseExchange:
     def set_coding(self, coding: DistCompression | None) -> None:
         """Set the encoding; only within ``changing_coding`` and with nothing in flight."""
         with self._lock:
+            self._may_relay = False  # from now on, each worker sends its own encoded values
             self.buckets.begin_coding(coding)
 
     def check(self, keys: Bucket | None = None) -> None:
@@ -381,9 +385,23 @@ class DenseExchange:
         nbytes = sum(entry.spec.nbytes for entry in entries)
         by_tcp = not self._node.nearby.is_on_one_machine
         limit = group_bytes(self._node.config, nbytes, by_tcp=by_tcp)
-        groups = plan(entries, limit, keeps_keys_whole=not by_tcp)
+        groups = plan(entries, limit, keeps_keys_whole=not by_tcp, route=self.route)
         coding = self.coding
         return groups if coding is None else [coding.applied(group, keys) for group in groups]
+
+    @property
+    def relays(self) -> Relays | None:
+        """The servers that relay for this store; None if workers send their own values."""
+        return self._node.membership.relays if self._may_relay else None
+
+    def route(self, entry: KeyEntry, owner: int) -> int:
+        """Return the id of the server to which to send parts of a dense key of ``owner``."""
+        relays = self.relays
+        if not relays or not may_be_relayed(entry.spec.dtype):
+            return owner
+        assert self._node.info is not None
+        relay = relays.of_machine(self._node.info.machine, rank_of(owner))
+        return owner if relay is None else node_id(Role.SERVER, relay)
 
     def version(self, key: Key, versions: dict[int, int]) -> Version:
         """Return the version of a key from the recorded versions of its parts."""

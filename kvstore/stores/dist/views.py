@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore.arrays.keys import Key
 from kvstore.errors import NotSupportedError
+from kvstore.protocol.requests import KeyEntry
 from kvstore.stores.arguments import KeyTable
 from kvstore.stores.dist.in_flight import Operation
 from kvstore.stores.dist.plan import Bytes, Group, flat_bytes
@@ -88,13 +89,18 @@ class DistViews:
 
     def _may_map(self, key: Key) -> bool:
         entry = self._exchange.entries[key]
-        servers = set(entry.servers)
+        servers = set(self._servers_of(entry))
         return (
             not self._node.config.standbys  # whose memory is elsewhere
             and entry.spec.nbytes >= LEAST_MAPPED_BYTES
             and len(servers) == 1
-            and self._node.nearby.may_share_with(node_id(Role.SERVER, servers.pop()))
+            and self._node.nearby.may_share_with(servers.pop())
         )
+
+    def _servers_of(self, entry: KeyEntry) -> list[int]:
+        """Return the ids of the servers from which this worker gets the parts of a key."""
+        owners = [node_id(Role.SERVER, rank) for rank in entry.servers]
+        return [self._exchange.route(entry, owner) for owner in owners]
 
     def _mapped(self, keys: tuple[Key, ...]) -> dict[Key, HostArray]:
         """Map the values that lie in one piece in a server's memory."""
@@ -113,7 +119,7 @@ class DistViews:
             entry = self._exchange.entries[key]
             begins = {address - start for start, address in place.items()}
             if len(place) == len(entry.servers) and len(begins) == 1:
-                server = node_id(Role.SERVER, entry.servers[0])
+                server = self._servers_of(entry)[0]
                 nearby, address = self._node.nearby, begins.pop()
                 memory = nearby.copy_on_write(server, address, entry.spec.nbytes)
                 if memory is not None:

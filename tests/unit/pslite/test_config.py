@@ -58,6 +58,7 @@ SAMPLES: dict[str, tuple[str, Any, Any]] = {
     "connections": ("4", 4, 2),
     "round_window": ("0", 0, 1),
     "placement": ("equal", "equal", "network"),
+    "hierarchical": ("off", "off", "auto"),
     "torch_servers": ("3", 3, 1),
     "torch_replaces": ("gloo,mpi", "gloo,mpi", "mpi"),
     "pool_threads": ("4", 4, 3),

@@ -22,6 +22,7 @@ from kvstore.server.app import GOODBYE_S, OneForAll, ServerStores
 from pslite.config import Config
 from pslite.errors import ProtocolError, RemoteError, UsageError
 from pslite.node.io_queue import Timers
+from pslite.plane import Relays
 from pslite.wire.messages import Exchange
 
 STORE = 1
@@ -51,7 +52,7 @@ class Server:
             config=config,
             traffic=self._traffic,
             info=SimpleNamespace(node_id=8),
-            membership=SimpleNamespace(title=lambda node: "server 0"),
+            membership=SimpleNamespace(title=lambda node: "server 0", relays=Relays()),
             pool=SimpleNamespace(submit=lambda lane, work: work()),
             buffer=lambda nbytes: np.empty(nbytes, np.uint8),
             clock=lambda: 0.0,

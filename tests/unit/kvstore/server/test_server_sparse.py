@@ -32,6 +32,7 @@ from kvstore.sparse.payload import (
 )
 from pslite.config import Config
 from pslite.errors import ProtocolError, UsageError, rebuild
+from pslite.plane import Relays
 from pslite.wire.messages import Answer, Exchange, PartsFailed
 
 STORE, ROWS, DENSE = 1, 10, 20
@@ -64,7 +65,7 @@ class Server:
                 carry_out=lambda effects: None,
             ),
             info=SimpleNamespace(node_id=8),
-            membership=SimpleNamespace(title=lambda node: "server 0"),
+            membership=SimpleNamespace(title=lambda node: "server 0", relays=Relays()),
             pool=SimpleNamespace(submit=lambda lane, work: work()),
             buffer=lambda nbytes: np.empty(nbytes, np.uint8),
             clock=lambda: 0.0,

@@ -13,6 +13,7 @@ from pslite.node.data import Traffic
 from pslite.node.pool import InlinePool
 from pslite.plane import OpenRound
 from pslite.plane.interface import Run
+from pslite.protocol.membership import Membership
 from pslite.wire.survey import Wait
 
 
@@ -29,7 +30,9 @@ def handle(incoming: Incoming) -> None:
 
 
 def waits(open_rounds: list[OpenRound], now: float) -> tuple[int, list[Wait]]:
-    office: Any = SimpleNamespace(config=Config(round_window=2), role=Role.SERVER)
+    office: Any = SimpleNamespace(
+        config=Config(round_window=2), role=Role.SERVER, membership=Membership(Role.SERVER)
+    )
     traffic, stores = Traffic(office), Stores()
     traffic.add_owner(stores)
     plane: Any = SimpleNamespace(open_rounds=lambda: open_rounds)

@@ -66,6 +66,9 @@ class Member:
                 name="", info=lambda _, text: self.log.append(text), learn=lambda nodes: None
             ),
             watch=SimpleNamespace(add=lambda peer, *_: self.watched.append(peer)),
+            membership=SimpleNamespace(
+                meet_relays=lambda *_: None, connects_to=lambda *_: False, fellows=()
+            ),
             nearby=SimpleNamespace(pair=lambda *_: None),
             traffic=SimpleNamespace(primary=None, standby=standby if stands_by else None),
             join=self._join,

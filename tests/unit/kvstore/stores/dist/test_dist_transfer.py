@@ -77,7 +77,7 @@ class Node:
 def exchange_on(node: Node) -> DenseExchange:
     table = KeyTable()
     table.add({key: KeySpec((count,), FLOAT) for key, count in ELEMENTS.items()})
-    made = DenseExchange(node, table)  # type: ignore[arg-type]
+    made = DenseExchange(node, table, synchronous=False)  # type: ignore[arg-type]
     part = 1
     for key, count in ELEMENTS.items():
         servers = (0,) * -(-count * 4 // CHUNK_BYTES)
