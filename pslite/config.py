@@ -266,9 +266,9 @@ class Config:
     hierarchical: str = _setting(
         "KVSTORE_HIERARCHICAL",
         "auto",
-        "auto: a server adds up what the workers of its machine push to servers of other machines, "
-        "and sends them the sum (synchronous stores; not with --restarts); off: each worker sends "
-        "its own values (the same on all nodes)",
+        "auto: a server adds up what the workers of its machine push to servers of other machines "
+        "(synchronous stores, no --restarts, no --standbys); off: workers send their own values "
+        "(set it for the scheduler, which decides)",
         choices=("auto", "off"),
     )
     torch_servers: int = _setting(

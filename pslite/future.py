@@ -12,6 +12,7 @@ import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from pslite.errors import DeadlineError
@@ -113,7 +114,7 @@ class Future(Generic[T]):
             if self.flush is not None:
                 self.flush()
             with self._condition:
-                self._condition.wait_for(lambda: self._done, timeout_s)
+                self._condition.wait_for(partial(getattr, self, "_done"), timeout_s)
         if not self._done:
             raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {self.what}")
         if self._error is not None:

@@ -55,11 +55,6 @@ def rank_of(node: int) -> Rank:
     return Rank(max((node - 8) // 2, 0))
 
 
-def worker_rank(node: int) -> Rank | None:
-    """Return the rank of a worker with this id; None for another node."""
-    return Rank(node // 2 - 4) if node >= 9 and node % 2 else None
-
-
 def group_members(group: int, num_workers: int, num_servers: int) -> frozenset[int]:
     """Return the node ids of a group: a sum of 1, 2 and 4, or a node id."""
     if group > ALL_GROUP:

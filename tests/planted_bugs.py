@@ -23,6 +23,7 @@ from tests.planted import (
     collective,
     horovod,
     optimizers,
+    relays,
     returning,
     runtime,
     scheduler,
@@ -36,6 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 BUGS = [
     *runtime.BUGS,
     *returning.BUGS,
+    *relays.BUGS,
     *standbys.BUGS,
     *scheduler.BUGS,
     *collective.BUGS,

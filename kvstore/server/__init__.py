@@ -76,9 +76,7 @@ def _shares(node: Postoffice) -> Sequence[float] | None:
     machines: dict[str, list[str]] = {role.value: [] for role in Role}
     for member in node.membership.roster:  # each role's nodes by rank
         machines[member.role].append(member.machine)
-    relays = node.membership.relays
-    senders = relays.senders() if relays else machines[Role.WORKER.value]
-    shares = server_shares(senders, machines[Role.SERVER.value])
+    shares = server_shares(machines[Role.WORKER.value], machines[Role.SERVER.value])
     node.log.info(1, f"placement: {describe(shares)}")
     return shares
 

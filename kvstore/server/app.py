@@ -28,7 +28,7 @@ from kvstore.server.sparse import KeyPart, answer_cut
 from kvstore.sparse.payload import ROWS_FORM
 from pslite import Incoming, Postoffice
 from pslite.errors import ProtocolError, UsageError
-from pslite.ids import Role, node_id, rank_of
+from pslite.ids import Role, node_id, rank_of, role_of
 from pslite.plane import Formed, Job, Outcome, Piece, ServerPlane, StateRecord
 
 #: Requests that one worker makes for all: the lowest live rank, which the directory chooses.
@@ -147,6 +147,7 @@ class ServerStores:
             StoreCall.KEPT_STEP: self._kept_step,
             **self._dense.calls,
             **self._rows.calls,
+            StoreCall.SET_COMPRESSION: self._set_compression,
         }
 
     def name_of(self, part: int) -> str | None:
@@ -236,7 +237,10 @@ class ServerStores:
     # -- requests ----------------------------------------------------------------------
 
     def handle(self, incoming: Incoming) -> None:
-        """Handle a request of a worker (``StoreCall``). On the I/O thread."""
+        """Handle a request (``StoreCall``). On the I/O thread."""
+        is_from_server = role_of(incoming.sender) is Role.SERVER
+        if is_from_server != (incoming.head == StoreCall.RELAY_ENDS):
+            raise ProtocolError("servers send RELAY_ENDS and no other call, and only they do")
         if incoming.head in (StoreCall.COPY_PARTS, StoreCall.COPY_STATE, StoreCall.COPY_ROWS):
             raise ProtocolError(f"only a server sends {StoreCall(incoming.head).name}")
         if incoming.head in REPEATED:
@@ -289,6 +293,13 @@ class ServerStores:
             gone = UsageError(f"the {part.title} was {part.ending}")
             self._node.traffic.carry_out(self._plane.close_part(number_of_part, gone))
 
+    def _set_compression(self, incoming: Incoming) -> None:
+        """Set the compression; from now on, nothing of the store is relayed."""
+        number, _, only_check, *_ = unpack(incoming.body, int, bool, bool, list, list)
+        self._dense.set_compression(incoming)
+        if not only_check:
+            self._forget(self._dense.relay.end(number))
+
     def _set_optimizer(self, incoming: Incoming) -> None:
         number, synchronous, only_check, plain = unpack(incoming.body, int, bool, bool, list)
         wanted = self._optimizer_of(plain)
@@ -340,17 +351,20 @@ class ServerStores:
     # -- statistics and commands -------------------------------------------------------
 
     def _stats(self, incoming: Incoming) -> None:
-        arenas = {part.arena for part in self._parts}
+        own = [part for part in self._parts if part.lane >= 0]
+        arenas = {part.arena for part in own}
+        relayed = {part.arena for part in self._parts if part.lane < 0}
         row_sizes = [part.nbytes() for part in self._rows]
         primary = self._node.traffic.primary
         incoming.respond(
             pack(
                 {
-                    "parts": len(self._parts) + len(self._rows),
+                    "parts": len(own) + len(self._rows),
                     "value_bytes": sum(arena.weight.nbytes for arena in arenas)
                     + sum(values for values, _ in row_sizes),
                     "state_bytes": sum(arena.state_bytes for arena in arenas)
                     + sum(states for _, states in row_sizes),
+                    "relayed_bytes": sum(arena.weight.nbytes for arena in relayed),
                     "rounds": self._num_rounds,
                     **self._compression_stats(),
                     "waiting_contributions": self._plane.num_waiting,

@@ -68,7 +68,6 @@ class DenseStores:
             StoreCall.RELAY_ENDS: self.relay.ended,
             StoreCall.READ: self._read_parts,
             StoreCall.WRITE: self._write_parts,
-            StoreCall.SET_COMPRESSION: self._set_compression,
             StoreCall.COPY_PARTS: self._take_counts,
             StoreCall.COPY_STATE: self._take_state,
         }
@@ -94,11 +93,17 @@ class DenseStores:
                 f"this server does not relay to server {owner}: set KVSTORE_HIERARCHICAL to the "
                 "same value on all nodes"
             )
-        for entry in entries:
-            self.relay.add(entry.part, node_id(Role.SERVER, owner))
         store, rules = self.relay.store(number), [UNCHANGED] * len(entries)
         lane = self._relay_lanes.shared
-        self._create(incoming, store, entries, cuts, rules, lambda nbytes: -1 - lane(nbytes))
+        new = [entry.part for entry in entries if entry.part not in self.parts]
+        for part in new:
+            self.relay.add(part, node_id(Role.SERVER, owner))
+        try:
+            self._create(incoming, store, entries, cuts, rules, lambda nbytes: -1 - lane(nbytes))
+        except Exception:
+            for part in new:
+                self.relay.forget(part)
+            raise
 
     def _create(
         self,
@@ -154,7 +159,7 @@ class DenseStores:
         whole = self._allocate(stop)
         return [whole[start:end] for start, end in zip(starts, [*starts[1:], stop], strict=True)]
 
-    def _set_compression(self, incoming: Incoming) -> None:
+    def set_compression(self, incoming: Incoming) -> None:
         """Set the compression; all workers have called it, and nothing is in flight."""
         number, synchronous, only_check, plain, rows = unpack(
             incoming.body, int, bool, bool, list, list

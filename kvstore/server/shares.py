@@ -5,8 +5,7 @@ Pure arithmetic in exact fractions: the same machines give the same shares on ev
 (``directory.py``) computes them once. Source: the optimum of BytePS (Jiang et al., "A Unified
 Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters",
 OSDI 2020, section 4.1), which is for machines with one worker and one server each, and machines
-with one server alone. Here a machine may have any number of either. Workers whose pushes a server
-of their machine adds up (``pslite/protocol/relays.py``) count as one.
+with one server alone. Here a machine may have any number of either.
 
 The quantity to minimize: in a round each of W workers sends every server as many bytes as the
 server holds, and receives as many. Messages within a machine use no network. A machine with w

@@ -335,7 +335,7 @@ def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
 
 
 def rows_of_cuts(
-    part: Part, payloads: Sequence[TakenCut | Piece], allocate: Allocate, workspace: Workspace
+    part: Part, payloads: Sequence[TakenCut | Piece], allocate: Allocate
 ) -> tuple[int, Piece]:
     """Return the sum of a round that has rows, as its form and bytes.
 
@@ -343,7 +343,7 @@ def rows_of_cuts(
     """
     cut, contributions = _contributions(part, payloads)
     total: Flat = np.empty(part.entry.num_elements, part.entry.dtype)
-    update_part(cut, total, (), contributions, None, 1, workspace)
+    update_part(cut, total, (), contributions, None, 1, part.arena.workspace)
     ids = [each.rows.ids for each in payloads if isinstance(each, TakenCut)]
     if len(ids) < len(payloads):
         return 0, Piece(total.view(np.uint8).data, 0, total.nbytes)

@@ -10,25 +10,24 @@ from __future__ import annotations
 import heapq
 import itertools
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from pslite.errors import NodeLostError, ProtocolError, PSError, UsageError, told
 from pslite.future import Future
-from pslite.ids import NodeInfo, Role, node_id, rank_of, worker_rank
+from pslite.ids import NodeInfo, Role, node_id
 from pslite.node.customer import Handler, Incoming
 from pslite.node.links import Delivery
 from pslite.node.office import Office, PartOwner, Relaying
+from pslite.node.open_rounds import OpenRounds
 from pslite.node.primary import Primary
 from pslite.node.recorded_requests import Answers
 from pslite.node.standby import Outcomes, Standby
 from pslite.plane import (
     Effect,
-    Ints,
     Job,
-    OpenRound,
     Run,
     Send,
     ServerPlane,
@@ -39,7 +38,7 @@ from pslite.protocol.relays import contributor_of, node_of
 from pslite.wire.base import Message
 from pslite.wire.messages import Answer, Exchange, PartsFailed, RoundWaits, StaleEpoch
 from pslite.wire.recovery import PayloadPiece, Recorded, RequestRecord, RoundRecord
-from pslite.wire.survey import LEAST_WAIT_S, Wait
+from pslite.wire.survey import Wait
 
 #: The messages of the data plane.
 MESSAGES: tuple[type[Message], ...] = (Exchange, Answer, PartsFailed, StaleEpoch, RoundWaits)
@@ -98,8 +97,7 @@ class Traffic:
         self._slow_jobs: Counter[int] = Counter()
         #: The stores of this node, in the order in which they were made.
         self._owners: weakref.WeakKeyDictionary[PartOwner, None] = weakref.WeakKeyDictionary()
-        #: The last reports of servers to this worker about long open rounds: (time, text).
-        self.reports: deque[tuple[float, str]] = deque(maxlen=16)
+        self._open = OpenRounds(lambda: office.membership.relays)
         #: Worker's uid -> answers that wait for room on its connection, as heaps of (-priority,
         #: number, node, answer).
         self.unsent: dict[str, list[tuple[int, int, int, Send]]] = {}
@@ -227,7 +225,7 @@ class Traffic:
         if isinstance(message, Exchange):
             rank = self._sender(node)
             if self._server is None or rank is None:
-                raise UsageError("only workers exchange data, and only with servers")
+                raise UsageError("only workers and relays exchange data, and only with servers")
             if self._office.error is not None:
                 refusal = self._refusal(message, self._office.error)
                 self.carry_out(self._server.refuse(rank, message, refusal))
@@ -246,7 +244,7 @@ class Traffic:
             self.worker.stale(message)
             self._adopt_epoch()
         elif isinstance(message, RoundWaits):
-            self._report(message)
+            self._report(message, node)
 
     def _refusal(self, message: Exchange, error: BaseException) -> BaseException:
         """Return the error for requests to a server that has failed."""
@@ -290,8 +288,15 @@ class Traffic:
 
     @property
     def is_applying(self) -> bool:
-        """Whether this server is applying pushes."""
-        return self._server is not None and self._server.is_applying
+        """Whether a server has pushes that are not applied and answered yet."""
+        if self._server is None:
+            return False
+        return self._server.is_applying or (self.relay is not None and not self.relay.is_done)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether this server applies pushes; those that it has relayed may wait."""
+        return self._server is not None and self._server.is_computing
 
     def awaits(self, peer: str) -> bool:
         """Return whether this worker waits for an answer from ``peer``."""
@@ -308,7 +313,9 @@ class Traffic:
     def tick(self, now: float) -> None:
         """Report a server's rounds that have been open for a long time."""
         if self._server is not None:
-            self.carry_out(self._server.tick(now))
+            self.carry_out(list(map(self._open.named, self._server.tick(now))))
+        if self.relay is not None:
+            self.relay.tick()
 
     def departed(self, node: int, error: BaseException, *, left: bool) -> None:
         """Act on the end of a node; with ``left``, it may still wait for answers."""
@@ -322,8 +329,8 @@ class Traffic:
 
     def returned(self, node: int) -> None:
         """Go on with another process in the seat of a lost worker or server."""
-        rank = worker_rank(node)
-        if rank is None:
+        rank = contributor_of(node)
+        if rank < 0:
             self.worker.reroute(node)
         elif self._server is not None:
             self.carry_out(self._server.returned(rank))
@@ -361,7 +368,7 @@ class Traffic:
                     self._put_off(peer, node, effect)
                 else:
                     self._send(node, effect)
-            elif self.relay is not None and self.relay.takes(effect):
+            elif effect.lane < 0 and self.relay is not None:
                 self.relay.run(effect)
             elif self.primary is not None:
                 self.primary.run(effect)
@@ -438,14 +445,18 @@ class Traffic:
         if office.membership.has_said_goodbye and epoch > office.membership.epoch:
             self.begin_epoch(epoch)
 
-    def _report(self, message: RoundWaits) -> None:
-        if self._server is not None:  # it relays, and its workers wait
-            self.carry_out(self._server.pass_on(message))
+    def _report(self, message: RoundWaits, node: int) -> None:
+        if self._server is not None:
+            if self.relay is not None and self.relay.owner_of(message.part) == node:
+                self.carry_out(self._server.pass_on(message))
+            elif node in self._office.membership.fellows:
+                self._open.learn(contributor_of(node), message)
             return
-        missing = ", ".join(map(self._office.membership.title, self._workers(message.missing)))
+        title = self._office.membership.title
+        missing = ", ".join(title(node_id(Role.WORKER, rank)) for rank in message.missing)
         what, waited_s = self._name_of(message.part), message.waited_s
         text = f"round {message.round} of {what} has waited {waited_s:.0f} s for {missing}"
-        self.reports.append((self._office.clock(), text))
+        self._open.told.append((self._office.clock(), text))
         self._office.log.warn(text)
 
     def _name_of(self, part: int) -> str:
@@ -454,15 +465,13 @@ class Traffic:
 
     def _sender(self, node: int) -> int | None:
         """Return the number of a worker, or of a server that relays; None for other nodes."""
-        is_relay = node in self._office.membership.fellows
-        return contributor_of(node) if is_relay else worker_rank(node)
+        is_sender = (node % 2 and node >= 9) or node in self._office.membership.fellows
+        return contributor_of(node) if is_sender else None
 
-    def _workers(self, contributors: Iterable[int]) -> list[int]:
-        """Return the ids of these workers, and of those for whom these servers relay."""
-        relays, ranks = self._office.membership.relays, list[int]()
-        for number in contributors:
-            ranks += [number] if number >= 0 else relays.members(-1 - number)
-        return [node_id(Role.WORKER, rank) for rank in ranks]
+    @property
+    def reports(self) -> Iterable[tuple[float, str]]:
+        """The last reports of servers to this worker about long open rounds: (time, text)."""
+        return self._open.told
 
     # -- for the status of a job -------------------------------------------------------
 
@@ -477,20 +486,5 @@ class Traffic:
         if self._server is None:
             return 0, []
         open_ = self._server.open_rounds()
-        return sum(len(each.parts) for each in open_), self._waits(open_, now)
-
-    def _waits(self, open_: Sequence[OpenRound], now: float) -> list[Wait]:
-        """Return the long waits, one for all parts that wait for the same workers."""
-        together: dict[tuple[int, Ints], list[OpenRound]] = {}
-        for each in open_:
-            if each.opened_at is not None and now - each.opened_at >= LEAST_WAIT_S:
-                together.setdefault((each.round, each.missing), []).append(each)
-        waits = []
-        for (round_, missing), alike in together.items():
-            more = sum(len(each.parts) for each in alike) - 1
-            others = f" and {more} other part{'s' if more > 1 else ''}" if more else ""
-            what = self._name_of(alike[0].parts[0]) + others
-            names = tuple(f"{Role.WORKER.value} {rank_of(node)}" for node in self._workers(missing))
-            since = min(each.opened_at for each in alike if each.opened_at is not None)
-            waits.append(Wait(what, round_, names, now - since))
-        return waits
+        waits = self._open.waits(open_, now, self._name_of)
+        return sum(len(each.parts) for each in open_), waits

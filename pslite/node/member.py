@@ -28,7 +28,7 @@ from pslite.node.member_barriers import MemberBarriers
 from pslite.node.message_filter import MAX_EARLY, needs_roster
 from pslite.node.scheduler_away import SchedulerAway
 from pslite.protocol.membership import Gone, with_seated
-from pslite.protocol.relays import relays_of
+from pslite.protocol.relays import Relays
 from pslite.van.zmq.addresses import format_address
 from pslite.wire.messages import (
     BarrierLeave,
@@ -212,7 +212,7 @@ class MemberControl(NodeControl):
             return
         office.log.name = label(mine[0])
         office.log.learn(members)
-        office.membership.meet_relays(mine[0], relays_of(members, office.config))
+        office.membership.meet_relays(mine[0], Relays(members if message.relays else ()))
         for node in members:
             if office.membership.connects_to(mine[0], node):
                 office.van.connect(node.uid, node.address)

@@ -112,11 +112,21 @@ class PartOwner(Protocol):
 class Relaying(Protocol):
     """What a server does that relays (``protocol/relays.py``). On the I/O thread."""
 
-    def takes(self, run: Run) -> bool:
-        """Return whether these rounds are of relayed parts."""
-
     def run(self, run: Run) -> None:
-        """Add up these rounds, send the sums to their owners and write the answers."""
+        """Add up rounds of relayed parts, send the sums, and write the answers.
+
+        The lanes of these parts are below 0.
+        """
 
     def departed(self, rank: int, error: BaseException) -> None:
         """Note that a worker is gone."""
+
+    def owner_of(self, part: int) -> int | None:
+        """Return the node id of the owner of a relayed part; None for another part."""
+
+    def tick(self) -> None:
+        """Tell the owners for which workers open rounds of relayed parts wait."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing will be relayed any more, by this server or to it."""

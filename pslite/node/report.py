@@ -77,7 +77,7 @@ class Reporter:
             office.pool.num_jobs > 0
             or office.io_queue.has_work
             or traffic.num_unsent > 0
-            or traffic.is_applying
+            or traffic.is_computing
             or office.customers.is_at_work
             or office.error is not None
             or not office.links.everything_accepted(

@@ -191,7 +191,7 @@ class SchedulerControl(NodeControl):
         self._titles.update((node.node_id, node.title) for node in roster)
         office.log.learn(roster)
         standbys = self._rendezvous.standbys
-        office.membership.meet_relays(self._node, relays_of(roster, office.config))
+        relays = bool(relays_of(roster, office.config))
         office.join(self._node, roster, now, standbys=standbys)
         self._seating.begin(roster, standbys, now)
         for node in self._rendezvous.roster:
@@ -199,7 +199,8 @@ class SchedulerControl(NodeControl):
                 1, f"assign rank={node.node_id} to node role={node.role}, ip={node.host}"
             )
             attempts = (0,) * len(roster)
-            office.send(node.node_id, Roster(node.node_id, roster, attempts, standbys))
+            message = Roster(node.node_id, roster, attempts, standbys, relays)
+            office.send(node.node_id, message)
         config = office.config
         office.log.info(
             1,

@@ -155,7 +155,8 @@ class Shutdown:
     def begin(self) -> None:
         """Submit requests that are held back, and check the state after each step."""
         node = self._node
-        self._traffic.worker.tell_failures(self._unheard.note)
+        if self._node.role is Role.WORKER:
+            self._traffic.worker.tell_failures(self._unheard.note)
         self._traffic.send_joined()
         node.io_queue.look_after_each_step(self._look)
         self._look_again()

@@ -51,9 +51,10 @@ from pslite.plane.server import ServerPlane
 from pslite.plane.transfer import Sink, Transfer
 from pslite.plane.unit import NO_SIZE, OpenRound
 from pslite.plane.worker import WorkerPlane
-from pslite.protocol.relays import Relays
+from pslite.protocol.relays import Relays, contributor_of, node_of
 from pslite.protocol.rounds import Batch
 from pslite.wire.base import Ints
+from pslite.wire.messages import RoundWaits
 
 __all__ = [
     "NO_SIZE",
@@ -66,6 +67,7 @@ __all__ = [
     "Outcome",
     "Piece",
     "Relays",
+    "RoundWaits",
     "Run",
     "Send",
     "ServerApp",
@@ -74,8 +76,10 @@ __all__ = [
     "StateRecord",
     "Transfer",
     "WorkerPlane",
+    "contributor_of",
     "cut",
     "frames_of",
+    "node_of",
     "piece_from",
     "piece_of",
     "side_by_side",

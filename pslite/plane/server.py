@@ -7,7 +7,7 @@ contributions belong to one round. Read next: ``unit.py`` and ``replies.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pslite.errors import ProtocolError, UsageError
@@ -160,6 +160,12 @@ class ServerPlane:
         """Whether a round of any part is being applied, or will be."""
         return bool(self._leaving) or any(unit.rounds.running for unit in self._parts.distinct())
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether rounds are applied here; those of lanes below 0 wait for owners."""
+        units = self._parts.distinct()
+        return bool(self._leaving) or any(u.rounds.running and u.lane >= 0 for u in units)
+
     def has_waiting(self, rank: int) -> bool:
         """Return whether a worker waits for the answer to a push or a pull."""
         return any(unit.has_waiting(rank) for unit in self._parts.distinct())
@@ -272,6 +278,27 @@ class ServerPlane:
         for unit in self._parts.distinct():
             for other, round_ in unit.rounds.abandon(rank):
                 unit.refuse(other, round_, error, self._replies)
+        return self._effects()
+
+    def lasts(self, parts: Iterable[int]) -> dict[int, int]:
+        """Return the last rounds of these parts that can still be complete.
+
+        A contributor is gone without which the next ones cannot.
+        """
+        units = ((part, self._parts.units.get(part)) for part in parts)
+        return {part: unit.rounds.last for part, unit in units if unit is not None}
+
+    def end(self, rank: int, error: BaseException, lasts: Mapping[int, int]) -> list[Effect]:
+        """Note that a relay contributes to no rounds after these (by part, else 0)."""
+        self._gone[rank] = error
+        for unit in list(self._parts.distinct()):
+            is_one = len({lasts.get(part, 0) for part in unit.parts}) == 1
+            for each in (unit,) if is_one else map(self._parts.single, unit.parts):
+                if each is None:
+                    continue
+                after = lasts.get(each.parts[0], 0)
+                for other, round_ in each.rounds.abandon(rank, after):
+                    each.refuse(other, round_, error, self._replies)
         return self._effects()
 
     def returned(self, rank: int) -> list[Effect]:

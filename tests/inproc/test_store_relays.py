@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ from workers import Workers
 
 import kvstore as mx
 from kvstore import optimizer
+from kvstore.server.app import ServerStores
+from kvstore.server.relay import Relay
 from kvstore.stores.base import KVStore
 from kvstore.stores.dist.transfer import DenseExchange
-from pslite.errors import NodeLostError, RemoteError, UsageError
+from pslite.errors import DeadlockError, NodeLostError, RemoteError, UsageError
 from pslite.plane import ServerPlane
 
 SHAPES = {"w": (3, 5), "b": (7,), "large": (40, 11)}
@@ -65,10 +69,11 @@ def train(kv: KVStore) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("drop_percent", [0.0, 10.0])
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
-def test_all_workers_get_the_sum_of_all(places: tuple[str, str]) -> None:
+def test_all_workers_get_the_sum_of_all(places: tuple[str, str], drop_percent: float) -> None:
     size = len(places[0])
-    with on(places) as workers:
+    with on(places, drop_percent=drop_percent, resend_timeout_s=0.02) as workers:
         found = workers.run(train)
     keys = list(SHAPES)
     for step in range(5):
@@ -154,10 +159,10 @@ def test_asynchronous_stores_send_each_push_to_its_owner(senders: list[tuple[int
     assert set(senders) == ALL
 
 
-def owned_by(kv: Any, server: int) -> Any:
+def owned_by(kv: Any, server: int, index: int = 0) -> Any:
     """A key of one part that this server has."""
     entries = kv._exchange.entries.values()
-    return next(entry.key for entry in entries if entry.servers == (server,))
+    return [entry.key for entry in entries if entry.servers == (server,)][index]
 
 
 def test_workers_that_disagree_about_relays_get_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +392,12 @@ def test_a_worker_that_leaves_ends_the_rounds_of_all_machines(hierarchical: str)
         assert all((out == 4).all() for out in outs)  # its last pushes count
         with pytest.raises(NodeLostError, match="worker 1"):
             kv.wait(kv.pushpull_async(list(SHAPES), values, out=outs))
+        for key, value, out in zip(SHAPES, values, outs, strict=True):
+            push = kv.push_async(key, value)
+            with pytest.raises(NodeLostError, match="worker 1"):
+                kv.pull(key, out)  # not the value of an earlier round
+            with pytest.raises(NodeLostError, match="worker 1"):
+                push.result(LIMIT_S)
         return None
 
     with on(("AABB", "AB"), hierarchical=hierarchical) as workers:
@@ -438,7 +449,7 @@ def test_a_long_round_names_the_workers_that_are_missing() -> None:
         def script(kv: KVStore) -> None:
             kv.init("w", np.zeros(600, np.float32))
             if kv.rank == 3:
-                wait_until(lambda: all(len(each.traffic.reports) for each in others))
+                wait_until(lambda: all(len(list(each.traffic.reports)) for each in others))
             kv.push("w", np.ones(600, np.float32))
             kv.wait()
 
@@ -453,3 +464,202 @@ def wait_until(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.05)
+
+
+# -- departures, one step after the other -------------------------------------------------
+
+
+def twelve(kv: KVStore) -> tuple[Any, Any]:
+    """Small keys on both servers; a value and an array for answers."""
+    kv.init(list(range(12)), [np.zeros(60, np.float32)] * 12)
+    return np.ones(60, np.float32), np.empty(60, np.float32)
+
+
+def later(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
+    """Sums take this long before they are sent."""
+    usual = Relay._forward
+
+    def forward(relay: Relay, jobs: Any, sums: Any) -> None:
+        relay._node.io_queue.call_later(delay_s, lambda: usual(relay, jobs, sums))
+
+    monkeypatch.setattr(Relay, "_forward", forward)
+
+
+@pytest.mark.parametrize("places", [("AABB", "AB"), ("AAB", "AB")])
+def test_the_last_push_of_a_job_is_applied(
+    places: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later(monkeypatch, 0.2)
+    applied: list[int] = []
+    usual = ServerStores.apply
+
+    def apply(stores: ServerStores, jobs: Any) -> Any:
+        applied.extend(part for job in jobs for part in job.parts)
+        return usual(stores, jobs)
+
+    monkeypatch.setattr(ServerStores, "apply", apply)
+
+    def script(kv: KVStore) -> None:
+        one, _ = twelve(kv)
+        kv.push(list(range(12)), [one] * 12)
+
+    with on(places) as workers:
+        workers.run(script)
+    assert sorted(applied) == list(range(min(applied), min(applied) + 12))
+
+
+@pytest.mark.parametrize("hierarchical", ["auto", "off"])
+def test_others_do_not_wait_for_rounds_that_a_gone_worker_did_not_begin(hierarchical: str) -> None:
+    """Even if its neighbour is behind with other keys."""
+    told = threading.Event()
+
+    def script(kv: Any) -> None:
+        one, out = twelve(kv)
+        first, second = owned_by(kv, 1), owned_by(kv, 1, 1)
+        if kv.rank == 1:
+            kv.push(first, one)
+            kv._node.leave()
+        elif kv.rank == 0:
+            assert told.wait(LIMIT_S)
+            kv.push(first, one)
+        else:
+            with pytest.raises(NodeLostError, match="worker 1"):
+                kv.pushpull_async(second, one, out=out).result(LIMIT_S)
+            if kv.rank == 3:
+                told.set()
+            kv.pushpull_async(first, one, out=out).result(LIMIT_S)
+            assert set(out) == {4.0}
+
+    with on(("AABB", "AB"), hierarchical=hierarchical) as workers:
+        workers.run(script)
+
+
+@pytest.mark.parametrize("hierarchical", ["auto", "off"])
+def test_pushes_ahead_of_a_round_without_a_contributor_fail_too(hierarchical: str) -> None:
+    def script(kv: Any) -> None:
+        one, out = twelve(kv)
+        key = owned_by(kv, 1)
+        kv.pushpull(key, one, out=out)
+        kv.barrier()
+        if kv.rank == 3:
+            kv._node.leave()
+            return
+        for push in [kv.push_async(key, one) for _ in range(3)]:
+            with pytest.raises(NodeLostError, match="worker 3"):
+                push.result(LIMIT_S)
+
+    with on(("AABB", "AB"), hierarchical=hierarchical) as workers:
+        workers.run(script)
+
+
+# -- who waits for whom -------------------------------------------------------------------
+
+
+def test_a_report_names_only_the_worker_that_is_missing_on_another_machine() -> None:
+    with on(("AABB", "AB"), stall_report_s=0.4) as workers:
+        assert workers.cluster is not None
+        others = workers.cluster.workers[:3]
+
+        def script(kv: Any) -> None:
+            one, _ = twelve(kv)
+            if kv.rank == 3:
+                wait_until(lambda: all(len(list(each.traffic.reports)) > 1 for each in others))
+            kv.push(owned_by(kv, 0), one)
+            kv.wait()
+
+        workers.run(script)
+        for each in others:
+            _, text = list(each.traffic.reports)[-1]
+            assert "worker 3" in text
+            assert "worker 2" not in text
+
+
+def test_a_relayed_round_does_not_hide_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(kv: Any) -> None:
+        one, out = twelve(kv)
+        kv._progress.others_may_act = lambda waiting: False  # this process has many threads
+        key = owned_by(kv, 1)
+        wait = kv.barrier if kv.rank > 1 else partial(kv.pushpull, key, one, out=out)
+        with pytest.raises(DeadlockError):
+            wait()
+
+    with on(("AABB", "AB"), stall_report_s=0.1, heartbeat_interval_s=0.02) as workers:
+        workers.run(script)
+        workers.has_failed = True  # rounds are open for ever
+
+
+# -- what a server cannot do --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+def test_all_workers_get_the_error_of_an_update(kind: str) -> None:
+    shape = (10, 6)
+
+    def pushed(value: float) -> Any:
+        rows = np.full(shape, value, np.float32)
+        if kind == "dense":
+            return rows
+        return mx.nd.sparse.row_sparse_array((rows, np.arange(10)), shape=shape)
+
+    def script(kv: Any) -> Any:
+        kv.set_optimizer(RefusesNegatives())
+        kv.init(list(range(8)), [np.zeros(shape, np.float32)] * 8)
+        key, out = owned_by(kv, 1), np.empty(shape, np.float32)
+        for value in (1, -1, 2):
+            kv.push(key, pushed(value))
+            if value < 0:
+                with pytest.raises(RemoteError, match="a bug in an optimizer"):
+                    kv.wait()
+            kv.wait()
+        kv.pull(key, out)
+        return set(out.reshape(-1))
+
+    with on(("AABB", "AB")) as workers:
+        assert workers.run(script) == [{12.0}] * 4
+
+
+def test_a_sum_that_cannot_be_made_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(relay: Relay, job: Any) -> Any:
+        raise MemoryError("no memory for the sum")
+
+    monkeypatch.setattr(Relay, "_sum", no_memory)
+
+    with on(("AABB", "AB"), lost_after_s=0.5) as workers:
+        cluster = workers.cluster
+        assert cluster is not None
+
+        def script(kv: Any) -> None:
+            one, out = twelve(kv)
+            call = kv.pushpull_async(owned_by(kv, 1), one, out=out)
+            if kv.rank == 0:
+                wait_until(lambda: cluster.servers[0].error is not None)
+                cluster.kill(cluster.servers[0])  # its process ends with this error
+            with pytest.raises(NodeLostError, match="server 0"):
+                call.result(LIMIT_S)
+
+        workers.run(script)
+        workers.has_failed = True
+        assert "no memory for the sum" in str(cluster.servers[0].error)
+
+
+def test_sums_of_rows_are_made_on_several_threads() -> None:
+    shape, keys = (4000, 16), list(range(8))
+
+    def script(kv: KVStore) -> None:
+        kv.init(keys, [np.zeros(shape, np.float32)] * len(keys))
+        ids = np.arange(kv.rank % 2, shape[0], 2)
+        outs = [np.empty(shape, np.float32) for _ in keys]
+        for step in range(1, 4):
+            for key in keys:
+                rows = np.full((len(ids), shape[1]), step * (key + 1), np.float32)
+                kv.push(key, mx.nd.sparse.row_sparse_array((rows, ids), shape=shape))
+            for key, out in zip(keys, outs, strict=True):
+                kv.pull(key, out)
+            kv.wait()
+            for key, out in zip(keys, outs, strict=True):
+                assert set(out.reshape(-1)) == {2.0 * step * (key + 1)}
+
+    with Workers(
+        "dist_sync", 4, 2, machines="AABB", server_machines="AB", pool_threads=4
+    ) as workers:
+        workers.run(script)

@@ -187,6 +187,7 @@ def test_parts_of_several_dtypes_may_come_together() -> None:
     assert server.stats() == {
         "parts": 4,
         "value_bytes": 16 + 24 + 16 + 16,
+        "relayed_bytes": 0,
         "state_bytes": 0,
         "rounds": 0,
         "waiting_contributions": 0,

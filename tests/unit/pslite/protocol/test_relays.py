@@ -25,6 +25,8 @@ def server(rank: int) -> int:
 @pytest.mark.parametrize("number", [0, 1, 17, -1, -2, -18])
 def test_a_contributor_has_a_number_of_its_own(number: int) -> None:
     assert contributor_of(node_of(number)) == number
+    rank = number if number >= 0 else -1 - number
+    assert node_of(number) == node_id(Role.WORKER if number >= 0 else Role.SERVER, rank)
 
 
 def test_two_workers_of_a_machine_are_one_contributor_to_the_others() -> None:
@@ -63,11 +65,6 @@ def test_nothing_is_relayed_where_it_saves_nothing(workers: str, servers: str) -
     for rank in range(len(servers)):
         assert relays.contributors(rank) == tuple(range(len(workers)))
         assert relays.fellows(rank) == frozenset()
-
-
-def test_workers_whose_pushes_are_added_up_send_as_one() -> None:
-    assert Relays(roster("AABBBC", "ABD")).senders() == ["A", "B", "C"]
-    assert Relays(roster("AABBC", "AC")).senders() == ["A", "B", "B", "C"]
 
 
 def test_the_order_of_the_roster_does_not_matter() -> None:

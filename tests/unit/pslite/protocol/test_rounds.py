@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pslite.protocol.rounds import AsyncRounds, Batch, Rounds, SyncRounds, Verdict
 
 TAKEN, REPEATED, APPLIED = Verdict.TAKEN, Verdict.REPEATED, Verdict.APPLIED
-TOO_FAR, HOPELESS = Verdict.TOO_FAR, Verdict.HOPELESS
+TOO_FAR, HOPELESS, UNEXPECTED = Verdict.TOO_FAR, Verdict.HOPELESS, Verdict.UNEXPECTED
 
 
 def contribute(rounds: Rounds, *entries: tuple[int, int]) -> list[Verdict]:
@@ -53,6 +53,39 @@ def test_contributions_are_handed_on_in_rank_order(order: tuple[int, ...]) -> No
     rounds = SyncRounds([0, 1, 2], window=0)
     contribute(rounds, *((rank, 1) for rank in order))
     assert rounds.start() == Batch(((0, 1), (1, 1), (2, 1)), ("0/1", "1/1", "2/1"))
+
+
+def test_a_rank_that_is_not_expected_has_no_part_in_a_round() -> None:
+    rounds = SyncRounds([-2, 0], window=2)
+    assert contribute(rounds, (1, 1), (-1, 1), (-2, 1), (0, 1)) == [
+        UNEXPECTED,
+        UNEXPECTED,
+        TAKEN,
+        TAKEN,
+    ]
+    assert drain(rounds) == [((-2, 1), (0, 1))]
+    assert contribute(rounds, (1, 1)) == [UNEXPECTED]  # also once the round was applied
+
+
+def test_a_round_that_ends_takes_all_later_ones_with_it() -> None:
+    rounds = SyncRounds([0, 1], window=2)
+    contribute(rounds, (0, 1), (1, 1), (0, 2))
+    assert rounds.start() is not None
+    assert rounds.end() == [(0, 1), (1, 1), (0, 2)]
+    assert (rounds.version, rounds.running, rounds.last) == (0, False, 0)
+    assert contribute(rounds, (0, 1), (1, 2)) == [HOPELESS] * 2
+    assert rounds.start() is None
+
+
+def test_contributions_of_a_rank_that_is_gone_may_be_on_their_way() -> None:
+    rounds = SyncRounds([-1, 0], window=3)
+    contribute(rounds, (0, 1), (0, 2), (0, 3), (-1, 1))
+    assert rounds.abandon(-1, after=2) == [(0, 3)]
+    assert rounds.last == 2
+    assert contribute(rounds, (-1, 2), (0, 3)) == [TAKEN, HOPELESS]
+    assert drain(rounds) == [((-1, 1), (0, 1)), ((-1, 2), (0, 2))]
+    assert rounds.abandon(-1, after=1) == []  # an older report changes nothing any more
+    assert rounds.last == 2
 
 
 def test_a_round_that_is_running_is_not_started_again() -> None:
