@@ -88,7 +88,7 @@ class DenseStores:
         """Create parts whose owner is another server; see ``relay.py``."""
         number, owner, table, cuts = unpack(incoming.body, int, int, list, list)
         entries = unpack_parts(table)
-        if node_id(Role.SERVER, owner) not in self._node.membership.fellows:
+        if owner not in self._node.membership.relays.owners(self.relay.own_rank):
             raise UsageError(
                 f"this server does not relay to server {owner}: set KVSTORE_HIERARCHICAL to the "
                 "same value on all nodes"

@@ -150,21 +150,26 @@ class Relay:
     def _sum(self, job: Job) -> tuple[int, Piece]:
         part = self._parts.get(job.parts[0])
         if job.is_formed and part is not None:
-            return rows_of_cuts(part, job.batch.payloads, self._node.buffer)
+            most_bytes = self._node.config.max_message_bytes
+            return rows_of_cuts(part, job.batch.payloads, self._node.buffer, most_bytes)
         return 0, self._parts.summed(job).batch.payloads[0]
 
     def _forward(self, jobs: Sequence[Job], sums: Sequence[_Sum]) -> None:
         for job, found in zip(jobs, sums, strict=True):
             parts = [part for part in map(self._parts.get, job.parts) if part is not None]
-            if len(parts) < len(job.parts):  # deleted while the sum was made
-                self._finish(job, [UsageError("the key was deleted")] * len(job.parts))
+            if len(parts) < len(job.parts):  # some were deleted meanwhile: add up the others again
+                self.run(Run(parts[0].lane if parts else -1, [job]))
             elif isinstance(found, Exception):
-                # The owner would wait for this sum, or take the next one for it.
-                text = f"cannot add up what the workers of this machine pushed: {found}"
-                self._node.log.error(text)
-                self._node.fail(PSError(text))
+                self._give_up(found)
             else:
                 self._send(job, found, parts)
+
+    def _give_up(self, error: Exception) -> None:
+        """End this node: the owner would wait for the sum, or take the next one for it."""
+        if self._node.error is None:
+            text = f"cannot add up what the workers of this machine pushed: {error}"
+            self._node.log.error(text)
+            self._node.fail(PSError(text))
 
     def _send(self, job: Job, found: tuple[int, Piece], parts: Sequence[Part]) -> None:
         """Push a sum to its owner, and get the new value."""
@@ -191,19 +196,22 @@ class Relay:
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
         self._node.traffic.carry_out(self._plane.finished([job], [outcome]))
+        self._node.traffic.forget(part for part in job.parts if part not in self._owners)
 
     # -- workers that are gone ---------------------------------------------------------
 
     @property
     def is_done(self) -> bool:
         """Whether nothing will be relayed any more, by this server or to it."""
-        membership = self._node.membership
-        if not membership.relays:
-            return True
+        has_ended = self._has_ended or not self._members
+        return has_ended and not self.awaited
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ids of the servers that relay to this one and may send more sums."""
+        gone = self._node.membership.gone
         relays = (node_of(number) for number in self.contributors() or () if number < 0)
-        others = [node for node in relays if node not in membership.gone]
-        has_ended = self._has_ended or not membership.relays.owners(self.own_rank)
-        return has_ended and self._ended.issuperset(others)
+        return [node for node in relays if node not in self._ended and node not in gone]
 
     def departed(self, rank: int, error: BaseException) -> None:
         """Tell the owners what they may still expect of this machine."""
@@ -237,7 +245,8 @@ class Relay:
         """Handle a relay's ``RELAY_ENDS``: it sends no sums after these rounds."""
         kinds = bool, str, str, str, int, list
         is_done, kind, text, role, rank, rows = unpack(incoming.body, *kinds)
-        if incoming.sender not in self._node.membership.fellows:
+        contributor = contributor_of(incoming.sender)
+        if contributor not in (self.contributors() or ()):
             raise ProtocolError("only a server that relays sends RELAY_ENDS")
         lasts: dict[int, int] = {}
         for row in rows:
@@ -245,7 +254,6 @@ class Relay:
                 raise unexpected("a round and parts", row)
             lasts.update(dict.fromkeys(row[1], row[0]))
         error = rebuild(kind, text, role=role, rank=rank)
-        contributor = contributor_of(incoming.sender)
         self._node.traffic.carry_out(self._plane.end(contributor, error, lasts))
         if is_done:
             self._ended.add(incoming.sender)
@@ -253,7 +261,8 @@ class Relay:
 
     @property
     def _members(self) -> tuple[int, ...]:
-        return self._node.membership.relays.members(self.own_rank)
+        relays = self._node.membership.relays
+        return relays.members(self.own_rank) if relays else ()
 
     # -- who is missing ----------------------------------------------------------------
 

@@ -335,11 +335,13 @@ def apply_cuts(part: Part, payloads: Sequence[TakenCut | Piece]) -> None:
 
 
 def rows_of_cuts(
-    part: Part, payloads: Sequence[TakenCut | Piece], allocate: Allocate
+    part: Part, payloads: Sequence[TakenCut | Piece], allocate: Allocate, most_bytes: int
 ) -> tuple[int, Piece]:
     """Return the sum of a round that has rows, as its form and bytes.
 
-    It has rows if all contributions have; otherwise all elements. On the lane's thread.
+    It has rows if all contributions have; otherwise all elements. On the lane's thread. Raises
+    ``ProtocolError`` if the contributions contradict each other, and ``ValueMismatchError`` if the
+    rows have more than ``most_bytes``.
     """
     cut, contributions = _contributions(part, payloads)
     total: Flat = np.empty(part.entry.num_elements, part.entry.dtype)
@@ -350,7 +352,9 @@ def rows_of_cuts(
     found = np.unique(np.concatenate(ids))
     id_bytes = id_bytes_for(cut.num_rows)
     value_bytes = cut.elements(found) * total.itemsize
-    memory = allocate(payload_bytes(len(found), id_bytes, value_bytes))
+    nbytes = payload_bytes(len(found), id_bytes, value_bytes)
+    check_fits(part.title, len(found), nbytes, most_bytes)
+    memory = allocate(nbytes)
     head = RowPayloadKind.ROWS, len(found), cut.width, cut.skip
     values = write_payload(memory, *head, found, id_bytes)
     read_part(cut, total, found, values.view(total.dtype))

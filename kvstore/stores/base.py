@@ -130,10 +130,9 @@ class KVStore(WorkerCalls):
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Sum the values of each key and merge the sum into the store.
 
-        The arrays of a list are added left to right, then those of all workers in rank order. On
-        several machines, those of one machine come first (``KVSTORE_HIERARCHICAL``).
-        Without an optimizer the sum replaces the stored value; it never accumulates. With an
-        optimizer, the sum is the gradient of one update.
+        The arrays of a list are added left to right, then those of all workers in rank order (on
+        several machines, see ``KVSTORE_HIERARCHICAL``). Without an optimizer the sum replaces the
+        stored value; it never accumulates. With one, the sum is the gradient of one update.
 
         The caller may change the arrays when the call returns: the store has copied them. Raises
         ``UnknownKeyError`` and ``ValueMismatchError`` (shape or dtype of the key).

@@ -130,3 +130,7 @@ class Relaying(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether nothing will be relayed any more, by this server or to it."""
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ids of the servers that relay to this one and may send more sums."""

@@ -237,6 +237,10 @@ class Shutdown:
             unsent = self._traffic.num_unsent
             waits += [f"{unsent} further messages wait to be sent"] if unsent else []
             return ", ".join(waits)
+        relay = self._traffic.relay
+        if relay is not None and relay.awaited and not self._traffic.is_computing:
+            servers = ", ".join(map(node.membership.title, relay.awaited))
+            return f"{servers} may still send sums of the machine's workers"
         if node.role is not Role.WORKER:
             return "pushes are still being applied"
         pushes = list(self._unheard.pushes)

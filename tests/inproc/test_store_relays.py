@@ -663,3 +663,49 @@ def test_sums_of_rows_are_made_on_several_threads() -> None:
         "dist_sync", 4, 2, machines="AABB", server_machines="AB", pool_threads=4
     ) as workers:
         workers.run(script)
+
+
+def test_a_key_that_is_deleted_while_a_sum_is_made_does_not_hold_others_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual, deleted = Relay._forward, threading.Event()
+    held: list[Any] = []
+
+    def forward(relay: Relay, jobs: Any, sums: Any) -> None:
+        if relay.own_rank == 0 and not held and any(len(job.parts) > 1 for job in jobs):
+            held.append(jobs)
+
+            def look() -> None:
+                if deleted.is_set():
+                    usual(relay, jobs, sums)
+                else:
+                    relay._node.io_queue.call_later(0.01, look)
+
+            look()
+        else:
+            usual(relay, jobs, sums)
+
+    def script(kv: Any) -> None:
+        one, out = twelve(kv)
+        gone, stays = owned_by(kv, 1), owned_by(kv, 1, 1)
+        outs = [np.empty(60, np.float32) for _ in range(2)]
+        for _ in range(5):  # the server takes them together from now on
+            kv.pushpull([gone, stays], [one, one], out=outs)
+        kv.barrier()
+        if kv.rank == 0:
+            monkeypatch.setattr(Relay, "_forward", forward)
+        kv.barrier()
+        call = kv.pushpull_async([gone, stays], [one, one], out=outs)
+        if kv.rank == 0:
+            wait_until(lambda: held)
+            kv._servers.delete([kv._exchange.entries[gone]]).result(LIMIT_S)
+            deleted.set()
+        with pytest.raises(UsageError, match="deleted"):
+            call.result(LIMIT_S)
+        for value in (10, 20):
+            mine = np.full(60, value + kv.rank, np.float32)
+            kv.pushpull_async(stays, mine, out=out).result(LIMIT_S)
+            assert set(out) == {4.0 * value + 6}
+
+    with on(("AABB", "AB")) as workers:
+        workers.run(script)
