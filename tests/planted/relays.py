@@ -24,7 +24,7 @@ BUGS = [
     Bug(
         "an owner ends while sums are on their way to it",
         "kvstore/server/relay.py",
-        "return has_ended and self._ended.issuperset(others)",
+        "return has_ended and not self.awaited",
         "return has_ended",
         STORES,
     ),
