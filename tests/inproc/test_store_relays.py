@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,9 @@ from kvstore.server.app import ServerStores
 from kvstore.server.relay import Relay
 from kvstore.stores.base import KVStore
 from kvstore.stores.dist.transfer import DenseExchange
+from pslite import Postoffice
 from pslite.errors import DeadlockError, NodeLostError, RemoteError, UsageError
+from pslite.ids import Role
 from pslite.plane import ServerPlane
 
 SHAPES = {"w": (3, 5), "b": (7,), "large": (40, 11)}
@@ -290,11 +293,13 @@ def test_compressed_pushes_go_to_their_owners(senders: list[tuple[int, int]]) ->
         found.append(push(kv, 2))
         kv.set_gradient_compression({"type": "none"})
         kv.init("late", np.zeros(5, np.float32))
-        return [*found, push(kv, 1)]
+        late = np.empty(5, np.float32)
+        kv.pushpull("late", np.ones(5, np.float32), out=late)
+        return [*found, push(kv, 1), late]
 
     with on(("AABB", "AB")) as workers:
         for found in workers.run(script):
-            assert [set(values) for values in found] == [{12.0}, {20.0}, {24.0}]
+            assert [set(values) for values in found] == [{12.0}, {20.0}, {24.0}, {4.0}]
     assert set(senders) == ALL | {(0, -2), (1, -1)}
 
 
@@ -392,10 +397,10 @@ def test_a_worker_that_leaves_ends_the_rounds_of_all_machines(hierarchical: str)
         assert all((out == 4).all() for out in outs)  # its last pushes count
         with pytest.raises(NodeLostError, match="worker 1"):
             kv.wait(kv.pushpull_async(list(SHAPES), values, out=outs))
-        for key, value, out in zip(SHAPES, values, outs, strict=True):
-            push = kv.push_async(key, value)
+        for key, out in zip(SHAPES, outs, strict=True):
+            push = kv.push_async(list(SHAPES), values)
             with pytest.raises(NodeLostError, match="worker 1"):
-                kv.pull(key, out)  # not the value of an earlier round
+                kv.pull(key, out)  # a request of its own; not the value of an earlier round
             with pytest.raises(NodeLostError, match="worker 1"):
                 push.result(LIMIT_S)
         return None
@@ -503,9 +508,21 @@ def test_the_last_push_of_a_job_is_applied(
         one, _ = twelve(kv)
         kv.push(list(range(12)), [one] * 12)
 
-    with on(places) as workers:
+    with on(places, placement="equal") as workers:  # all servers own some
         workers.run(script)
+        cluster = workers.cluster
+        assert cluster is not None
+        with ThreadPoolExecutor(len(cluster.nodes)) as threads:  # each ends when it may
+            ends = [threads.submit(end, node) for node in cluster.nodes]
+        for each in ends:
+            each.result()
     assert sorted(applied) == list(range(min(applied), min(applied) + 12))
+
+
+def end(node: Postoffice) -> None:
+    if node.role is not Role.WORKER:
+        node.finished.result(LIMIT_S)
+    node.close()
 
 
 @pytest.mark.parametrize("hierarchical", ["auto", "off"])
