@@ -107,7 +107,7 @@ class Config:
     )
     job_id: str = _setting("PS_JOB_ID", "", "id of the job; messages of other jobs are rejected")
     listen_fd: int | None = _setting(
-        "PS_LISTEN_FD", None, "inherited listening socket of the scheduler", most=2**31 - 1
+        "PS_LISTEN_FD", None, "inherited descriptor on which the scheduler listens", most=2**31 - 1
     )
     job_key_file: str = _setting(
         "PS_JOB_KEY_FILE",

@@ -90,8 +90,8 @@ class DenseStores:
         entries = unpack_parts(table)
         if owner not in self._node.membership.relays.owners(self.relay.own_rank):
             raise UsageError(
-                f"this server does not relay to server {owner}: set KVSTORE_HIERARCHICAL to the "
-                "same value on all nodes"
+                f"this server does not relay to server {owner}; relays follow from the roster "
+                "(KVSTORE_HIERARCHICAL), and all nodes must run the same version"
             )
         store, rules = self.relay.store(number), [UNCHANGED] * len(entries)
         lane = self._relay_lanes.shared

@@ -140,8 +140,8 @@ class Unit:
         elif verdict is Verdict.UNEXPECTED:
             who = f"worker {rank} itself" if rank >= 0 else f"server {-1 - rank} for its machine"
             unexpected = UsageError(
-                f"part {self.parts[0]} expects no push of {who}: set KVSTORE_HIERARCHICAL to the "
-                "same value on all nodes"
+                f"part {self.parts[0]} expects no push of {who}; its contributors follow from the "
+                "roster (KVSTORE_HIERARCHICAL), and all nodes must run the same version"
             )
             self.refuse(rank, round_, unexpected, replies)
         return False

@@ -43,10 +43,13 @@ class Relays:
             elif node.role == Role.SERVER.value:
                 self._servers.setdefault(node.machine, []).append(node.rank)
                 self._machines[node.rank] = node.machine
+        pairs = self._workers.items()
+        adds_up = any(len(ranks) > 1 and machine in self._servers for machine, ranks in pairs)
+        self._has_any = adds_up and len(self._servers) > 1
 
     def __bool__(self) -> bool:
         """Return whether any server relays."""
-        return any(map(self.owners, self._machines))
+        return self._has_any
 
     def of_machine(self, machine: str, owner: int) -> int | None:
         """Return the rank of the server that relays from a machine to ``owner``.
