@@ -88,12 +88,17 @@ class CallBatch:
         """
         return self._staging if self._filled_bytes == self._pushed_bytes else None
 
-    def stage(self, sources: Sequence[Bytes], nbytes: int) -> list[Bytes] | None:
-        """Copy values of ``nbytes`` in all to ``staging``; return None without room."""
+    def stage(
+        self, sources: Sequence[Bytes], nbytes: int, memory: Callable[[int], Bytes]
+    ) -> list[Bytes]:
+        """Return copies of values of ``nbytes`` in all.
+
+        They are in ``staging``, or in new ``memory`` if it has no room.
+        """
         staging, start = self._staging, self._filled_bytes
         if staging is None or start + nbytes > len(staging):
             self._staging = None
-            return None
+            staging, start = memory(nbytes), 0
         copies = []
         for source in sources:
             stop = start + len(source)
@@ -270,13 +275,15 @@ def transfers_of(
 
     ``staging`` has all pushed values, one after the other; None if each value has its own memory.
     """
-    transfers = []
+    transfers: list[Transfer] = []
+    if len(calls) == 1:  # a thread may wait for it, and be interrupted
+        calls[0].transfers = transfers
     for load in loads:
         mix, group = load.mix, load.group
         frames: Sequence[memoryview] | None = None
         if staging is not None and load.lying is not None:
             start, stop = load.lying
-            frames = [staging[start:stop].data]
+            frames = (staging[start:stop].data,)
         elif mix.sources:
             sources = [calls[number].sources[index] for number, index in mix.sources]
             frames = zero_copy_views(node, group, sources) or copied(node, group, sources)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
+
 from kvstore.arrays.keys import Key
 from kvstore.protocol.placement import may_be_relayed, message_bytes
 from kvstore.protocol.requests import KeyEntry
@@ -30,8 +32,8 @@ from pslite.errors import UsageError
 from pslite.ids import Role, node_id, rank_of
 from pslite.plane import Piece, Relays, Sink, Transfer
 
-#: A copy of up to this many bytes is put in ordinary memory and copied into a message later.
-_SMALL_COPY_BYTES = 65_536
+#: Up to this many bytes are copied to ordinary memory, and into a message later.
+_SMALL_BYTES = 65_536
 #: A batch of up to this many calls does not come from a loop.
 _FEW_CALLS = 4
 #: A batch that no thread waits for is sent when no call has joined it for ``_JOIN_S``, or after
@@ -249,12 +251,14 @@ class DenseExchange:
                 self.send_joined()
                 batch = None
             if batch is None:
-                # A single call does not need that much memory.
-                staging = self._node.buffer(self.message_bytes) if self._is_in_loop else None
+                if self._is_in_loop:  # more pushes will follow
+                    staging = self._node.buffer(self.message_bytes)
+                else:
+                    staging = self._memory(keys.nbytes if pushes else 0)
                 batch = CallBatch(self.message_bytes, self.send_joined, staging)
             copies: Sequence[Bytes] = ()
             if sources is not None:
-                copies = batch.stage(sources, keys.nbytes) or list(map(self._copy, sources))
+                copies = batch.stage(sources, keys.nbytes, self._memory)
             call = Operation(keys, copies, targets or (), priority)
             batch.add(call)
             if self._batch is None:
@@ -317,13 +321,9 @@ class DenseExchange:
         else:
             self._node.io_queue.call_later(_JOIN_S, partial(self._look_at, batch, now, look + 1))
 
-    def _copy(self, source: Bytes) -> Bytes:
-        if len(source) <= _SMALL_COPY_BYTES:
-            copied: Bytes = source.copy()
-            return copied
-        copy = self._node.buffer(len(source))
-        copy[:] = source
-        return copy
+    def _memory(self, nbytes: int) -> Bytes:
+        """Return memory for copies of values."""
+        return np.empty(nbytes, np.uint8) if nbytes <= _SMALL_BYTES else self._node.buffer(nbytes)
 
     def _take(self, batch: CallBatch) -> None:
         """Send a batch, unless it was sent already. Runs on the I/O thread."""
@@ -340,25 +340,13 @@ class DenseExchange:
                 call.fail(call.keys.gone)
                 calls = [each for each in calls if each is not call]
         try:
-            transfers = self._transfers(calls, batch)
+            staging = batch.staging if len(calls) == len(batch.calls) else None
+            transfers = transfers_of(self._node, self._loads(calls), calls, staging)
         except Exception as error:  # a bug; a waiting thread must not wait for ever
             for call in calls:
                 call.fail(error)
             return
         self._node.traffic.submit(transfers)
-
-    def _transfers(self, calls: Sequence[Operation], batch: CallBatch) -> Sequence[Transfer]:
-        """Return the transfers for these calls of a batch."""
-        if len(calls) == 1:
-            (call,) = calls
-            groups = self._groups(call.keys)
-            frames: Sequence[Frames | None] = [None] * len(groups)
-            if call.sources:
-                frames = frames_of(self._node, groups, call.sources, None, call.keys.nbytes)
-            call.divide(groups, frames)
-            return call.transfers
-        staging = batch.staging if len(calls) == len(batch.calls) else None
-        return transfers_of(self._node, self._loads(calls), calls, staging)
 
     def _loads(self, calls: Sequence[Operation]) -> Sequence[Load]:
         """Return the messages for these calls; a loop makes the same calls again."""

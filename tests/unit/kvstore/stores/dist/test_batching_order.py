@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore.arrays.keys import KeySpec
 from kvstore.stores.dist.batching import CallBatch, Shape, mixes_of, note_arrived, shape_of
 from kvstore.stores.dist.in_flight import Operation
-from kvstore.stores.dist.plan import Bucket
+from kvstore.stores.dist.plan import Bucket, Bytes
 
 
 def shape(*keys: str, push: bool = False, pull: bool = False, priority: int = 0) -> Shape:
@@ -110,16 +110,32 @@ def test_an_interrupted_pull_behind_a_push_leaves_the_push_as_it_was() -> None:
     assert (shape_of(last), last.targets) == (shape("w", push=True, pull=True), memories)
 
 
+def _no_more(nbytes: int) -> Bytes:
+    raise AssertionError(f"{nbytes} bytes fit in the batch's own memory")
+
+
+def test_values_without_room_in_staging_get_memory_of_their_own_together() -> None:
+    batch = CallBatch(100, flush=lambda: None, staging=np.zeros(25, np.uint8))
+    values = [np.full(10, number, np.uint8) for number in range(4)]
+    batch.add(Operation(bucket("a", nbytes=10), batch.stage(values[:1], 10, _no_more)))
+    more = np.zeros(20, np.uint8)
+    copies = batch.stage(values[1:3], 20, lambda nbytes: more[:nbytes])
+    batch.add(Operation(bucket("b", "c", nbytes=20), copies))
+    assert more.tolist() == [1] * 10 + [2] * 10
+    last = batch.stage(values[3:], 10, lambda nbytes: np.zeros(nbytes, np.uint8))
+    batch.add(Operation(bucket("d", nbytes=10), last))
+    assert batch.staging is None
+    assert [int(copy[0]) for call in batch.calls for copy in call.sources] == [0, 1, 2, 3]
+
+
 def test_staging_with_a_gap_is_not_used_and_the_calls_keep_their_values() -> None:
     batch = CallBatch(100, flush=lambda: None, staging=np.zeros(100, np.uint8))
     values = [np.full(10, number, np.uint8) for number in range(3)]
-    first = batch.stage(values[:1], 10)
-    assert first is not None
+    first = batch.stage(values[:1], 10, _no_more)
     batch.add(Operation(bucket("a", nbytes=10), first))
     assert batch.staging is not None
-    batch.stage(values[1:2], 10)  # interrupted here: the call is not added
-    third = batch.stage(values[2:], 10)
-    assert third is not None
+    batch.stage(values[1:2], 10, _no_more)  # interrupted here: the call is not added
+    third = batch.stage(values[2:], 10, _no_more)
     batch.add(Operation(bucket("c", nbytes=10), third))
     assert batch.staging is None
     assert [call.sources[0].tolist() for call in batch.calls] == [[0] * 10, [2] * 10]
