@@ -107,6 +107,7 @@ def _no_kernels(programs: Programs) -> str | None:
 
 PLAIN = Variant(settings={"arrays": "plain"})
 EMPTY = Variant(settings={"arrays": "empty"})
+VIEWS = Variant(settings={"arrays": "views"})
 TCP = Variant(environment={"PS_SHM": "0"})
 NUMPY_ALONE = Variant(environment={"KVSTORE_NATIVE": "0"})
 COMPILED = Variant(environment={"KVSTORE_NATIVE": "1"})
@@ -260,6 +261,7 @@ def _read_pslite(directory: Path, task: Task) -> list[Report]:
 CONTENDERS: dict[str, Contender] = {
     "ours": Contender("ours", _stores, (PLAIN,), exact=True),
     "ours-empty": Contender("ours, kv.empty()", _stores, (EMPTY,), exact=True),
+    "ours-views": Contender("ours, kv.view()", _stores, (VIEWS,), exact=True),
     "ours-tcp": Contender("ours, PS_SHM=0", _stores, (TCP,), exact=True),
     "ours-local": Contender("ours", _stores, (PLAIN,), exact=True),
     "ours-kv": Contender("ours", _kv, (Variant(settings={"handle": "empty"}),), exact=True),

@@ -1,7 +1,7 @@
 """A worker of one of our stores: ``python -m benchmarks.compare.run_stores TASK``.
 
 Settings of the task: ``arrays`` is ``plain``, or ``empty`` for gradients and results that lie in
-arrays of ``kv.empty()``; ``call`` is ``pushpull`` (the default), ``push, pull``, ``push`` (timed
+arrays of ``kv.empty()``, or ``views`` for such gradients and views of the weights; ``call`` is ``pushpull`` (the default), ``push, pull``, ``push`` (timed
 until the servers have applied it) or ``barrier``; ``optimizer`` is ``sgd`` (the default) or
 ``none``; ``prepare`` is ``no`` where the copying of gradients between rounds would be counted;
 ``memory`` is ``yes`` to report what each process of the job holds.
@@ -38,6 +38,8 @@ class Stores:
             )
             self._store.set_optimizer(sgd)
         self._store.init(self._keys, arithmetic.first_weights(task.shapes))
+        if task.settings.get("arrays") == "views":
+            self._outs = [self._store.view(self._keys)]
         # One array a key, or with several devices a list of them.
         self._pushed = self._by_key(self._gradients)
         self._pulled = self._by_key(self._outs)
@@ -89,7 +91,7 @@ class Stores:
         shapes = self._task.shapes
         if self._task.by_key:
             return [mx.nd.zeros(shape) for shape in shapes]
-        if self._task.settings.get("arrays") == "empty":
+        if self._task.settings.get("arrays") in ("empty", "views"):
             return [self._store.empty(shape, np.float32) for shape in shapes]
         return [np.zeros(shape, np.float32) for shape in shapes]
 
