@@ -1,10 +1,11 @@
 """A worker of one of our stores: ``python -m benchmarks.compare.run_stores TASK``.
 
-Settings of the task: ``arrays`` is ``plain``, or ``empty`` for gradients and results that lie in
-arrays of ``kv.empty()``, or ``views`` for such gradients and views of the weights; ``call`` is ``pushpull`` (the default), ``push, pull``, ``push`` (timed
-until the servers have applied it) or ``barrier``; ``optimizer`` is ``sgd`` (the default) or
-``none``; ``prepare`` is ``no`` where the copying of gradients between rounds would be counted;
-``memory`` is ``yes`` to report what each process of the job holds.
+Settings of the task: ``arrays`` is ``plain``, ``empty`` for gradients and results that lie in
+arrays of ``kv.empty()``, or ``views`` for such gradients and views of the weights; ``call`` is
+``pushpull`` (the default), ``push, pull``, ``push`` (timed until the servers have applied it) or
+``barrier``; ``optimizer`` is ``sgd`` (the default) or ``none``; ``prepare`` is ``no`` where the
+copying of gradients between rounds would be counted; ``memory`` is ``yes`` to report what each
+process of the job holds.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from kvstore.stores.dist.progress import progress_of
 from pslite import Future, Postoffice
 from pslite.errors import UsageError
 from pslite.ids import Role, node_id, rank_of
-from pslite.plane import Piece, Relays, Sink, Transfer
+from pslite.plane import Piece, Relays, Sink
 
 #: Up to this many bytes are copied to ordinary memory, and into a message later.
 _SMALL_BYTES = 65_536
