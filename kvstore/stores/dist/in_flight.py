@@ -362,7 +362,7 @@ Frames = Sequence[memoryview] | Callable[[], Sequence[memoryview]]
 """The frames of one message, or a function that returns them."""
 
 #: Smaller frames are never sent through shared memory (``pslite/memory/sharing.py``).
-_LEAST_SHARED_BYTES = 1024
+LEAST_SHARED_BYTES = 1024
 #: Values in different places are sent without a copy if their frames average this size.
 _LEAST_FRAME_BYTES = 65_536
 
@@ -402,7 +402,7 @@ def zero_copy_views(
     shared memory is faster than TCP.
     """
     pushed = group.to_push
-    if pushed.nbytes >= _LEAST_SHARED_BYTES and node.nearby.may_share_with(group.server):
+    if pushed.nbytes >= LEAST_SHARED_BYTES and node.nearby.may_share_with(group.server):
         rows = node.shared_rows(views(pushed, memories))
         if rows is None or len(rows) * _LEAST_FRAME_BYTES > pushed.nbytes + _LEAST_FRAME_BYTES:
             return None

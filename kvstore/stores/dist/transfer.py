@@ -24,7 +24,14 @@ from kvstore.stores.arguments import KeyTable
 from kvstore.stores.base import Version
 from kvstore.stores.dist.batching import CallBatch, Load, loads_of, shape_of, transfers_of
 from kvstore.stores.dist.compression import DistCompression
-from kvstore.stores.dist.in_flight import Frames, InFlight, Operation, copied, frames_of
+from kvstore.stores.dist.in_flight import (
+    LEAST_SHARED_BYTES,
+    Frames,
+    InFlight,
+    Operation,
+    copied,
+    frames_of,
+)
 from kvstore.stores.dist.plan import Bucket, Buckets, Bytes, Group, group_bytes, plan
 from kvstore.stores.dist.progress import progress_of
 from pslite import Future, Postoffice
@@ -32,8 +39,6 @@ from pslite.errors import UsageError
 from pslite.ids import Role, node_id, rank_of
 from pslite.plane import Piece, Relays, Sink
 
-#: Up to this many bytes are copied to ordinary memory, and into a message later.
-_SMALL_BYTES = 65_536
 #: A batch of up to this many calls does not come from a loop.
 _FEW_CALLS = 4
 #: A batch that no thread waits for is sent when no call has joined it for ``_JOIN_S``, or after
@@ -322,8 +327,10 @@ class DenseExchange:
             self._node.io_queue.call_later(_JOIN_S, partial(self._look_at, batch, now, look + 1))
 
     def _memory(self, nbytes: int) -> Bytes:
-        """Return memory for copies of values."""
-        return np.empty(nbytes, np.uint8) if nbytes <= _SMALL_BYTES else self._node.buffer(nbytes)
+        """Return memory for copies of values that are sent from there."""
+        if nbytes < LEAST_SHARED_BYTES:
+            return np.empty(nbytes, np.uint8)
+        return self._node.buffer(nbytes)
 
     def _take(self, batch: CallBatch) -> None:
         """Send a batch, unless it was sent already. Runs on the I/O thread."""
