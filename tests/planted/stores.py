@@ -132,6 +132,20 @@ BUGS = [
         "tests/unit/kvstore/stores/dist/test_dist_transfer.py",
     ),
     Bug(
+        "a batch that had no room for a call copies the next ones over its first",
+        "kvstore/stores/dist/batching.py",
+        "            self._staging = None\n            staging, start = memory(nbytes), 0",
+        "            staging, start = memory(nbytes), 0",
+        "tests/unit/kvstore/stores/dist/test_batching_order.py",
+    ),
+    Bug(
+        "a batch of one call writes to the arrays of an interrupted caller",
+        "kvstore/stores/dist/batching.py",
+        "        calls[0].transfers = transfers\n",
+        "        pass\n",
+        "tests/unit/kvstore/stores/dist/test_dist_transfer.py",
+    ),
+    Bug(
         "the messages of a batch outlive the parts of a deleted key",
         "kvstore/stores/dist/plan.py",
         "            bucket.batches.clear()\n",

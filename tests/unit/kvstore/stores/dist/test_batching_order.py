@@ -116,16 +116,17 @@ def _no_more(nbytes: int) -> Bytes:
 
 def test_values_without_room_in_staging_get_memory_of_their_own_together() -> None:
     batch = CallBatch(100, flush=lambda: None, staging=np.zeros(25, np.uint8))
-    values = [np.full(10, number, np.uint8) for number in range(4)]
-    batch.add(Operation(bucket("a", nbytes=10), batch.stage(values[:1], 10, _no_more)))
-    more = np.zeros(20, np.uint8)
-    copies = batch.stage(values[1:3], 20, lambda nbytes: more[:nbytes])
-    batch.add(Operation(bucket("b", "c", nbytes=20), copies))
-    assert more.tolist() == [1] * 10 + [2] * 10
+    values = [np.full(size, number, np.uint8) for number, size in enumerate((20, 5, 5, 10))]
+    batch.add(Operation(bucket("a", nbytes=20), batch.stage(values[:1], 20, _no_more)))
+    more = np.zeros(10, np.uint8)
+    copies = batch.stage(values[1:3], 10, lambda nbytes: more[:nbytes])
+    batch.add(Operation(bucket("b", "c", nbytes=5), copies))
+    assert more.tolist() == [1] * 5 + [2] * 5
     last = batch.stage(values[3:], 10, lambda nbytes: np.zeros(nbytes, np.uint8))
     batch.add(Operation(bucket("d", nbytes=10), last))
     assert batch.staging is None
-    assert [int(copy[0]) for call in batch.calls for copy in call.sources] == [0, 1, 2, 3]
+    sources = [source.tolist() for call in batch.calls for source in call.sources]
+    assert sources == [value.tolist() for value in values]
 
 
 def test_staging_with_a_gap_is_not_used_and_the_calls_keep_their_values() -> None:
