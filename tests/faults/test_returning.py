@@ -83,6 +83,44 @@ def test_it_may_come_back_before_its_loss_is_noticed_or_much_later(back_s: float
         assert set(results.values()) == {expected}
 
 
+def test_a_step_begins_only_when_the_pushes_of_the_last_one_have_arrived() -> None:
+    """Otherwise a process in the worker's place would not repeat them."""
+    simulation = simulation_of(1, num_servers=2)
+    results: Results = {}
+
+    def lose(node: Postoffice) -> None:
+        keeps_steps = returning_of(node)._server
+        for server in simulation.servers:
+            assert server.info is not None
+            if server.info.node_id != keeps_steps:
+                simulation.cut_one_way(node, server, simulation.now + 1.5)
+        simulation.at(simulation.now + 0.5, lambda: simulation.restart(node, 0.3))
+
+    def script(node: Postoffice) -> Generator[Any, Any, None]:
+        yield node.ready
+        store = create_dist("dist_sync", "dist_sync", node=node)
+        keeper = returning_of(node)
+        kept = yield keeper.found
+        yield store.set_optimizer_async(optimizer.create("sgd", learning_rate=1.0))
+        yield store.init_async(["a", "b"], [np.zeros(3, np.float32)] * 2)
+        entries = store._exchange.entries.values()
+        assert len({server for entry in entries for server in entry.servers}) == 2
+        yield node.barrier(WORKER_GROUP)
+        loop = keeper.begin_loop()
+        for step in range(kept.step if kept else 0, 5):
+            yield begin(keeper, loop, step, b"", kept)
+            if step == 2 and node.rank == 1 and kept is None:
+                lose(node)
+            store.push_async(["a", "b"], [np.full(3, 10.0**step, np.float32)] * 2)  # without a wait
+        weights = np.zeros((2, 3), np.float32)
+        yield store.pull_async(["a", "b"], list(weights))
+        results[node.rank] = weights.tobytes()
+
+    simulation.run(script)
+    simulation.finish()
+    assert set(results.values()) == {np.full(6, -22222.0, np.float32).tobytes()}
+
+
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=SLOW) for first in range(20, 2000, 20))]
 )

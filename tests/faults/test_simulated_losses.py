@@ -335,3 +335,13 @@ def test_who_fails_does_not_wait_for_those_that_fail_as_well(seed: int, role: st
     simulation.until(lambda: len(ends.took_s) == 5, limit_s=30.0)
     assert ends.lost == [(role, 1)] * 5
     assert max(ends.took_s) < 1.5, ends.took_s
+
+
+def test_a_goodbye_that_comes_before_the_roster_counts_once_that_is_there() -> None:
+    """A process in the place of a lost server may be the last one to get the roster."""
+    simulation = Simulation(1, 1, 1, prepare=install)
+    server, worker = simulation.servers[0], simulation.workers[0]
+    server.control.handle(Delivery(worker.van.uid, 0, 1, Leave(), ()), 0.0)
+    simulation.until(lambda: worker.ready.done() and server.ready.done(), limit_s=30.0)
+    assert worker.info is not None
+    assert server.membership.told == {worker.info.node_id}

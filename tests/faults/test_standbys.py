@@ -761,15 +761,17 @@ def test_a_standby_that_its_server_cannot_reach_ends_with_an_error() -> None:
     assert "cannot reach its standby, and goes on without one" in str(standby.error)
 
 
-@pytest.mark.parametrize("server_is_first", [False, True])
-def test_no_message_waits_for_a_lost_standby(server_is_first: bool) -> None:
-    """Whether the scheduler itself sees its loss, or hears of it from the server."""
+@pytest.mark.parametrize("case", ["seen", "told", "let go"])
+def test_no_message_waits_for_a_lost_standby(case: str) -> None:
+    """The scheduler sees its loss, or hears of it from the server, or has just let it go."""
     simulation = Simulation(1, 1, 1, prepare=install, standbys=1)
     server, standby = simulation.servers[0], simulation.standbys[0]
 
     def lose() -> None:
-        if server_is_first:
+        if case == "told":
             server.control.lost(standby.van.uid, "killed", simulation.now)
+        elif case == "let go":
+            server.control.say_whether_to_return(False)
         simulation.kill_standby(0)
 
     def script(node: Postoffice) -> Steps:
