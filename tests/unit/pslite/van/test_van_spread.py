@@ -83,7 +83,7 @@ class Pair:
     """A client with a server behind a relay."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.server = ZmqVan("server")
+        self.server = ZmqVan("server", linger_s=30.0)
         stack.callback(self.server.close)
         self.relay = Relay(self.server.bind(HOST, 0))
         stack.callback(self.relay.close)
