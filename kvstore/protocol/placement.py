@@ -49,7 +49,7 @@ def message_bytes(config: Config, *, by_tcp: bool) -> int:
 
     Over TCP larger ones are slower.
     """
-    return min((2 if by_tcp else 4) * config.chunk_bytes, config.max_message_bytes)
+    return min((2 if by_tcp else 8) * config.chunk_bytes, config.max_message_bytes)
 
 
 def most_group_bytes(config: Config) -> int:

@@ -194,7 +194,7 @@ def test_the_loss_of_another_worker_is_named_to_one_that_waits_for_its_last_answ
 def test_time_in_which_bytes_move_does_not_count_against_the_limit() -> None:
     """Each message takes most of the limit, and only some are under way at once."""
     slow = Faults(delay=1.0, delay_s=(0.6, 0.8))
-    sizes = {"chunk_bytes": 4096, "credit_bytes": 4096}
+    sizes = {"chunk_bytes": 2048, "credit_bytes": 4096}
     simulation = Simulation(
         5, 1, 1, slow, prepare=install, close_timeout_s=2.0, resend_timeout_s=5.0, **sizes
     )

@@ -273,7 +273,7 @@ def test_memory_of_arrays_that_are_dropped_is_free(kind: str) -> None:
 
 def test_calls_that_keep_their_arrays_send_them_from_where_they_lie(travelled: Travelled) -> None:
     """What the server is pointed at is the caller's own memory, chunk by chunk."""
-    with Workers("dist_sync", 1, 1, chunk_bytes=65_536) as workers:
+    with Workers("dist_sync", 1, 1, chunk_bytes=32_768) as workers:
         kv: Any = workers.stores[0]
         kv.init("w", np.zeros(300_000, np.float32))  # too large to be joined with others
         gradient = kv.empty(300_000)
@@ -291,10 +291,10 @@ def test_calls_that_keep_their_arrays_send_them_from_where_they_lie(travelled: T
             travelled.places.clear()
             kv_out = np.empty_like(gradient)
             call(kv_out)
-            # Neighbours travel together, as one frame for each message of at most a quarter.
+            # Neighbours travel together, as one frame for each message of nine chunks, at most a quarter.
             assert travelled.places[kv.node.sharing] == [
-                (segment, offset + start, min(262_144, 1_200_000 - start))
-                for start in range(0, 1_200_000, 262_144)
+                (segment, offset + start, min(294_912, 1_200_000 - start))
+                for start in range(0, 1_200_000, 294_912)
             ]
             assert np.array_equal(kv_out, np.arange(300_000))
         assert kv.node.heap.used_bytes == used

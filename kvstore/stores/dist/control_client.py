@@ -72,7 +72,7 @@ class Servers:
         self._number = number
         self._synchronous = synchronous
         self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
-        self.piece_bytes = message_bytes(node.config, by_tcp=False)
+        self.piece_bytes = message_bytes(node.config, by_tcp=True)
         """The size of messages about rows."""
 
     @property

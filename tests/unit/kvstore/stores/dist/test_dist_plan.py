@@ -179,7 +179,7 @@ def test_values_of_several_frames_land_each_in_its_place() -> None:
 
 @pytest.mark.parametrize(
     ("total_mib", "by_tcp", "message_mib"),
-    [(1, False, 4), (7, False, 4), (32, False, 8), (102, False, 16), (7, True, 2), (102, True, 2)],
+    [(1, False, 8), (7, False, 8), (48, False, 12), (102, False, 16), (7, True, 2), (102, True, 2)],
 )
 def test_a_call_goes_in_a_few_messages(total_mib: int, by_tcp: bool, message_mib: int) -> None:
     mib = 1 << 20
