@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memf
 
 LARGE = np.zeros((300, 300), np.float32)
 SMALL = np.zeros(10, np.float32)
-HUGE = np.zeros(1_400_000, np.float32)
-"""In six parts, and in two arenas of a server."""
+HUGE = np.zeros(2_400_000, np.float32)
+"""In ten parts, and in two arenas of a server."""
 KEYS = {"large": LARGE, "small": SMALL, "huge": HUGE}
 STEPS = 3
 
