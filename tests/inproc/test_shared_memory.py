@@ -291,7 +291,7 @@ def test_calls_that_keep_their_arrays_send_them_from_where_they_lie(travelled: T
             travelled.places.clear()
             kv_out = np.empty_like(gradient)
             call(kv_out)
-            # Neighbours travel together, as one frame for each message of nine chunks, at most a quarter.
+            # Neighbours travel together, as one frame for each message of nine chunks.
             assert travelled.places[kv.node.sharing] == [
                 (segment, offset + start, min(294_912, 1_200_000 - start))
                 for start in range(0, 1_200_000, 294_912)
