@@ -21,7 +21,7 @@ from kvstore.checkpoint.optimizer_states import HostValue, SavedPiece
 from kvstore.optimizer.base import Optimizer
 from kvstore.optimizer.serialize import from_plain
 from kvstore.optimizer.states import state_dtypes
-from kvstore.protocol.placement import may_be_relayed, message_bytes
+from kvstore.protocol.placement import may_be_relayed
 from kvstore.protocol.requests import (
     DIRECTORY_APP,
     STORE_APP,
@@ -72,7 +72,7 @@ class Servers:
         self._number = number
         self._synchronous = synchronous
         self._servers = [node_id(Role.SERVER, rank) for rank in range(node.config.num_servers)]
-        self.piece_bytes = message_bytes(node.config, by_tcp=True)
+        self.piece_bytes = min(4 * node.config.chunk_bytes, node.config.max_message_bytes)
         """The size of messages about rows."""
 
     @property
