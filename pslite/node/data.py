@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ from pslite.plane import (
     WorkerPlane,
 )
 from pslite.protocol.relays import contributor_of, node_of
+from pslite.protocol.send_window import LOOK_S
 from pslite.wire.base import Message
 from pslite.wire.messages import Answer, Exchange, PartsFailed, RoundWaits, StaleEpoch
 from pslite.wire.recovery import PayloadPiece, Recorded, RequestRecord, RoundRecord
@@ -263,10 +265,13 @@ class Traffic:
         """The number of messages that wait for room on a connection."""
         return self.worker.num_unsent + sum(map(len, self.unsent.values()))
 
-    def send_queued(self, now: float) -> None:
-        """Send what connections have room for, highest priority first."""
+    def send_queued(self, now: float) -> float:
+        """Send what connections have room for, highest priority first.
+
+        Returns when to call this again.
+        """
         for uid, queue in list(self.unsent.items()):
-            while queue and self._office.links.has_room(uid):
+            while queue and self._office.links.has_room(uid, now):
                 *_, node, effect = heapq.heappop(queue)
                 if self._office.membership.uids.get(node) == uid:  # else it was lost
                     self._send(node, effect)
@@ -277,10 +282,11 @@ class Traffic:
             peer = office.membership.uids.get(server)
             if peer is None or office.sharing.awaits(peer, now):
                 continue
-            while server in plane.outbox and office.links.has_room(peer):
+            while server in plane.outbox and office.links.has_room(peer, now):
                 send = plane.take(server)
                 epoch = office.membership.epoch
                 office.links.send(peer, send.message, send.frames, epoch, now)
+        return now + LOOK_S if plane.outbox or self.unsent else math.inf
 
     def forget(self, parts: Iterable[int]) -> None:
         """Forget these parts: the worker will not request them again."""
@@ -382,7 +388,7 @@ class Traffic:
         office = self._office
         if office.sharing.reaches(peer):  # it reads the values from this memory
             return True
-        return peer not in self.unsent and office.links.has_room(peer)
+        return peer not in self.unsent and office.links.has_room(peer, office.clock())
 
     def _put_off(self, peer: str, node: int, effect: Send) -> None:
         """Queue values until there is room on the connection."""

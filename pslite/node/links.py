@@ -12,13 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from pslite.errors import ConfigError, ProtocolError, UsageError
 from pslite.memory.sharing import Sharing
 from pslite.protocol.channel import Channel, Outgoing
-from pslite.protocol.send_window import AHEAD_S
+from pslite.protocol.send_window import SendWindow
 from pslite.van.base import Received, Van
 from pslite.wire.base import Message
 from pslite.wire.codec import MAX_FRAMES, Envelope, decode, encode
@@ -60,6 +59,7 @@ class Delivery(NamedTuple):
 @dataclass(slots=True, eq=False, repr=False)
 class _PeerTraffic:
     channel: Channel
+    window: SendWindow
     own: int
     """The incarnation under which this node sends to the peer."""
     incarnation: int = 0
@@ -90,7 +90,9 @@ class Links:
         self._van = van
         self._job = job
         self.incarnation = incarnation
-        self._new_channel = partial(Channel, resend_timeout_s, credit_bytes)
+        self._new_peer: Callable[[int], _PeerTraffic] = lambda own: _PeerTraffic(
+            Channel(resend_timeout_s), SendWindow(credit_bytes), own
+        )
         #: Early enough that a sender does not wait for credits.
         self._tell_bytes = min(TELL_BYTES, credit_bytes // 8)
         self._trace = trace
@@ -186,18 +188,20 @@ class Links:
         entry = self._peers.get(peer)
         return 0 if entry is None else entry.channel.unaccepted_bytes
 
-    def has_room(self, peer: str) -> bool:
+    def has_room(self, peer: str, now: float) -> bool:
         """Return whether another large message to a peer may be sent now.
 
-        A peer that reads memory of this node needs no connection for the values.
+        If not, ask again every ``LOOK_S``. A peer that reads memory of this node needs no
+        connection for the values.
         """
         entry = self._peers.get(peer)
         if entry is None:
             return True
-        channel = entry.channel
-        if channel.unaccepted_bytes < channel.window.nbytes:
+        if entry.channel.unaccepted_bytes >= entry.window.most_bytes:
+            return False
+        if self._sharing.reaches(peer):
             return True
-        return channel.unaccepted_bytes < channel.credit_bytes and self._sharing.reaches(peer)
+        return entry.window.has_room(self._van.in_transit(peer).queued, entry.sent_bytes, now)
 
     def byte_counts(self) -> dict[str, tuple[int, int]]:
         """Return the bytes (sent to, received from) each peer. From any thread.
@@ -286,7 +290,7 @@ class Links:
         if self._trace is not None:
             self._trace("<=", event.peer, envelope.message, frames)
         channel = entry.channel
-        entry.progress += channel.accepted(envelope.accepted, envelope.accepted_also, now)
+        entry.progress += channel.accepted(envelope.accepted, envelope.accepted_also)
         if envelope.sequence:
             fresh = channel.admit(envelope.sequence)
             self._tell_at.setdefault(event.peer, 0.0)
@@ -327,10 +331,6 @@ class Links:
         self._known.add(peer)
         self._strangers.pop(peer, None)
 
-    def exchange_values(self, peer: str) -> None:
-        """Expect that this node and a peer send each other equally large messages."""
-        self._entry(peer).channel.window.ahead_s = 2 * AHEAD_S
-
     def _entry(self, peer: str) -> _PeerTraffic:
         entry = self._peers.get(peer)
         if entry is None:
@@ -338,7 +338,7 @@ class Links:
         return entry
 
     def _begin_anew(self, peer: str, own: int) -> _PeerTraffic:
-        entry = self._peers[peer] = _PeerTraffic(self._new_channel(), own)
+        entry = self._peers[peer] = self._new_peer(own)
         return entry
 
     def reopen(self, peer: str) -> None:
@@ -411,7 +411,7 @@ class Links:
                 self._transmit(peer, entry, outgoing)
 
     def _repeat(self, peer: str, entry: _PeerTraffic, now: float, *, at_once: bool) -> None:
-        passed = entry.sent_bytes - self._van.in_transit(peer)
+        passed = entry.sent_bytes - self._van.in_transit(peer).nbytes
         for outgoing in entry.channel.repeats(now, at_once=at_once, passed=passed):
             self._transmit(peer, entry, outgoing)
 

@@ -216,8 +216,6 @@ class MemberControl(NodeControl):
         for node in members:
             if office.membership.connects_to(mine[0], node):
                 office.van.connect(node.uid, node.address)
-            if node.node_id in office.membership.fellows:
-                office.links.exchange_values(node.uid)
         self._stop_waiting()
         self._away.found()
         office.log.info(1, f"{office.log.name} is connected to others")

@@ -359,11 +359,12 @@ class Postoffice:
             self.links.resend(now)
             queue.timers.run(now)
             queue.run()
+        send_at = math.inf
         if self.traffic.worker.outbox or self.traffic.unsent:
-            self.traffic.send_queued(now)
+            send_at = self.traffic.send_queued(now)
         if queue.looks:
             queue.look()
-        queue.due = min(queue.timers.due, self.links.flush(self.membership.epoch, now))
+        queue.due = min(queue.timers.due, self.links.flush(self.membership.epoch, now), send_at)
         return worked
 
     # -- messages ----------------------------------------------------------------------

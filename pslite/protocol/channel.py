@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from pslite.protocol.send_window import Departure, SendWindow
 from pslite.wire.base import Ints, Message
 
 #: The most numbers above the low-water mark in one acknowledgement.
@@ -45,8 +44,6 @@ class Outgoing:
     repeats: int = 0
     #: The bytes sent to the peer up to the end of this message's last transmission.
     position: int = 0
-    #: The window when it was sent; None for a message that does not count as in flight.
-    departure: Departure | None = None
 
     def due_at(self, timeout_s: float) -> float:
         return self.sent_at + timeout_s * (1 << min(self.repeats, MAX_BACKOFF))
@@ -55,12 +52,8 @@ class Outgoing:
 class Channel:
     """One end of the channel to one incarnation of a peer."""
 
-    def __init__(self, resend_timeout_s: float, credit_bytes: int = 1 << 62) -> None:
+    def __init__(self, resend_timeout_s: float) -> None:
         self._timeout_s = resend_timeout_s
-        #: How many bytes should be in flight, so that the connection is busy and not more.
-        self.window = SendWindow(credit_bytes)
-        #: The most bytes that may be in flight.
-        self.credit_bytes = credit_bytes
         self._next_sequence = 1
         self._unaccepted: dict[int, Outgoing] = {}
         #: When to call ``repeats`` next.
@@ -82,20 +75,16 @@ class Channel:
         self._next_sequence += 1
         self._unaccepted[outgoing.sequence] = outgoing
         self.unaccepted_bytes += nbytes
-        if nbytes:
-            outgoing.departure = self.window.sent(nbytes, self.unaccepted_bytes, now)
         self.next_due = min(self.next_due, now + self._timeout_s)
         return outgoing
 
-    def accepted(self, low: int, also: Iterable[int], now: float) -> bool:
+    def accepted(self, low: int, also: Iterable[int]) -> bool:
         """Forget messages that the peer has accepted; return whether there were any."""
         before = len(self._unaccepted)
         for sequence in (*takewhile(low.__ge__, self._unaccepted), *also):
             outgoing = self._unaccepted.pop(sequence, None)
-            if outgoing is not None and outgoing.departure is not None:
+            if outgoing is not None:
                 self.unaccepted_bytes -= outgoing.nbytes
-                if not outgoing.repeats:
-                    self.window.accepted(outgoing.nbytes, outgoing.departure, now)
         if not self._unaccepted:
             self.next_due = math.inf
         return len(self._unaccepted) != before

@@ -1,72 +1,54 @@
-"""``SendWindow``: how many bytes may be on their way to a peer.
+"""``SendWindow``: how many bytes may wait on this machine for a connection.
 
-What is on its way cannot be overtaken by a message of a higher priority, and what is not keeps the
-connection idle. So the window is one message, what the connection moves until it is accepted, and
-what it moves in ``AHEAD_S``. Both are measured as TCP BBR does (draft-ietf-ccwg-bbr): the rate is
-what was accepted since the last acceptance before a message was sent, divided by that time; the
-delay is the shortest that any message had. Pure: the time is an argument.
+A message that libzmq or the kernel has cannot be overtaken by one of a higher priority, and a
+connection without such bytes is idle. So what waits there should last ``AHEAD_S``, besides the
+message that is being sent. What has left this machine does not count: TCP decides how much of that
+a network needs. Pure: the time and the counters are arguments.
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
-MIB = 1 << 20
-
 AHEAD_S = 0.05
-"""For how long a connection has more to send when an acceptance is late: threads are slow to wake
-up on a busy machine."""
-FIRST_BYTES = 4 * MIB
-"""The window until the first acceptance."""
-_SMOOTHING = 8
-"""A rate that falls is averaged over about this many messages."""
-
-
-class Departure(NamedTuple):
-    """The state of a window when a message was sent."""
-
-    at: float
-    accepted: int
-    """The bytes accepted until then."""
-    accepted_at: float
-    """When the last of them were accepted, or when the first byte in flight was sent, if later."""
-    fills: bool
-    """Whether the window was full with this message, so that the connection sets the rate."""
+"""For how long a connection has something to send: on a busy machine, threads wake up late."""
+LOOK_S = 0.02
+"""How often to look whether there is room again."""
+FIRST_BYTES = 4 << 20
+"""The window until a rate was measured."""
+LEAST_BYTES = 64 << 10
+_SMOOTHING = 4
+"""A measured rate is averaged over about this many looks."""
 
 
 class SendWindow:
-    """The window of one channel; ``nbytes`` is its size."""
+    """The window of the connections to one peer; ``nbytes`` is its size."""
 
-    __slots__ = ("_accepted", "_accepted_at", "_delay_s", "_most", "_rate", "ahead_s", "nbytes")
+    __slots__ = ("_at", "_departed", "_is_full", "most_bytes", "nbytes")
 
     def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes
-        self._rate = 0.0
-        self._delay_s = math.inf
-        self._accepted = 0
-        self._accepted_at = 0.0
-        self.ahead_s = AHEAD_S
-        """Twice that if the peer sends as much: its acceptances wait behind its own values."""
+        #: The most bytes in flight: sent, and not accepted.
+        self.most_bytes = most_bytes
         self.nbytes = min(FIRST_BYTES, most_bytes)
+        #: Whether there was no room at the last look. The connection has been busy since then, so
+        #: what it moved is what it can move.
+        self._is_full = False
+        self._at = 0.0
+        self._departed = 0
 
-    def sent(self, nbytes: int, in_flight: int, now: float) -> Departure:
-        """Note that a message is sent; ``in_flight`` are all bytes that are not accepted."""
-        if in_flight <= nbytes:
-            self._accepted_at = now
-        return Departure(now, self._accepted, self._accepted_at, in_flight >= self.nbytes)
+    def has_room(self, queued: int, sent: int, now: float) -> bool:
+        """Return whether another message may be sent.
 
-    def accepted(self, nbytes: int, departure: Departure, now: float) -> None:
-        """Note that a message was accepted that was sent once only."""
-        self._accepted += nbytes
-        self._accepted_at = now
-        took_s = now - departure.accepted_at
-        if took_s <= 0.0:
-            return
-        rate = (self._accepted - departure.accepted) / took_s
-        if rate > self._rate:
-            self._rate = rate
-        elif departure.fills:
-            self._rate += (rate - self._rate) / _SMOOTHING
-        self._delay_s = min(self._delay_s, now - departure.at)
-        self.nbytes = min(nbytes + int(self._rate * (self._delay_s + self.ahead_s)), self._most)
+        ``sent`` are all bytes sent to the peer so far, ``queued`` those that wait on this machine.
+        """
+        departed = sent - queued
+        if self._is_full:
+            elapsed_s = now - self._at
+            if elapsed_s < LOOK_S / 2:  # too short for a measurement
+                return queued < self.nbytes
+            ahead = (departed - self._departed) / elapsed_s * AHEAD_S
+            nbytes = self.nbytes + (ahead - self.nbytes) / _SMOOTHING
+            if not queued:  # it ran dry
+                nbytes = max(nbytes, 2 * self.nbytes)
+            self.nbytes = min(max(int(nbytes), LEAST_BYTES), self.most_bytes)
+        self._at, self._departed = now, departed
+        self._is_full = queued >= self.nbytes
+        return not self._is_full

@@ -118,6 +118,14 @@ class PipeTicket(NamedTuple):
     """The kernel's number of the pipe; no two existing pipes share one."""
 
 
+class InTransit(NamedTuple):
+    """Sent bytes that have not arrived."""
+
+    nbytes: int = 0
+    queued: int = 0
+    """Those of them that have not left this machine."""
+
+
 class Van(abc.ABC):
     """A transport of frames between this node and its peers.
 
@@ -175,12 +183,12 @@ class Van(abc.ABC):
         """Return the local problem that prevents a connection to ``peer``, if any."""
         return ""
 
-    def in_transit(self, peer: str) -> int:
-        """Return the bytes that were sent to ``peer`` and have not arrived yet.
+    def in_transit(self, peer: str) -> InTransit:
+        """Return how many of the bytes sent to ``peer`` have not arrived yet.
 
         This is an estimate; the bytes are always the last that were sent. 0 if a van does not know.
         """
-        return 0
+        return InTransit()
 
     def is_refused(self, peer: str) -> bool:
         """Return whether ``peer`` was connected and its host now refuses connections.

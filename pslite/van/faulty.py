@@ -23,6 +23,7 @@ from pslite.van.base import (
     Buffer,
     Connected,
     Disconnected,
+    InTransit,
     Received,
     TurnedAway,
     Van,
@@ -140,7 +141,7 @@ class FaultyVan(Van):
     def is_answered(self, peer: str) -> bool:
         return self._inner.is_answered(peer)
 
-    def in_transit(self, peer: str) -> int:
+    def in_transit(self, peer: str) -> InTransit:
         return self._inner.in_transit(peer)
 
     def poll(self, timeout_s: float | None) -> list[VanEvent]:

@@ -326,6 +326,27 @@ BUGS = [
         "tests/unit/pslite/node/test_message_filter.py",
     ),
     Bug(
+        "nobody looks again whether a full connection has room",
+        "pslite/node/data.py",
+        "return now + LOOK_S if plane.outbox or self.unsent else math.inf",
+        "return math.inf",
+        "tests/faults/test_slow_connections.py",
+    ),
+    Bug(
+        "what libzmq adds to messages counts as data that has arrived",
+        "pslite/van/zmq/flows.py",
+        "            flow.sent_bytes = max(flow.sent_bytes, state.acked_bytes)\n",
+        "",
+        "tests/unit/pslite/van/zmq/test_van_slow.py",
+    ),
+    Bug(
+        "a connection that ran dry gets no larger window",
+        "pslite/protocol/send_window.py",
+        "nbytes = max(nbytes, 2 * self.nbytes)",
+        "pass",
+        "tests/unit/pslite/protocol/test_send_window.py",
+    ),
+    Bug(
         "the timeout of a barrier never fires",
         "pslite/node/scheduler.py",
         "until = now + timeout_s if timeout_s > 0 else math.inf",

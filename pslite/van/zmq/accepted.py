@@ -187,13 +187,11 @@ class AcceptedConnections:
         if connection is not None:
             connection.sent_bytes += nbytes
 
-    def sent_by(self, uid: str) -> list[tuple[int, int]]:
-        """Return (descriptor, bytes sent) of each open connection of ``uid``."""
+    def to(self, uid: str) -> list[_Connection]:
+        """Return each open connection of ``uid``."""
         first = self._current.get(uid)
         found = [] if first is None else [first, *first.further]
-        return [
-            (each.descriptor, each.sent_bytes) for each in found if each.descriptor in self._open
-        ]
+        return [each for each in found if each.descriptor in self._open]
 
     def next_routing_id_of(self, uid: str) -> bytes | None:
         """Return the routing id for sending to ``uid``; its connections take turns."""

@@ -27,7 +27,7 @@ from pslite.van.cutting import Reassembly, cut, is_piece
 from pslite.van.zmq.accepted import MAX_FURTHER, further_routing_id
 from pslite.van.zmq.addresses import Endpoint, HostAddresses
 from pslite.van.zmq.authentication import SocketSecurity
-from pslite.van.zmq.flows import Silence, flow_state, in_transit
+from pslite.van.zmq.flows import Silence, flow_state
 from pslite.van.zmq.sockets import (
     BROKEN_OFF,
     REFUSED_KEY,
@@ -99,8 +99,8 @@ class Dealer:
         self.connected = self.has_ended = False
         self.began_at = 0.0
         #: The descriptor of the connection while it exists; else None.
-        self._descriptor: int | None = None
-        self._sent_bytes = 0
+        self.descriptor: int | None = None
+        self.sent_bytes = 0
         self._silence = Silence()
         #: The bytes that had moved in both directions at the last check.
         self.moved_bytes = 0
@@ -145,7 +145,7 @@ class Dealer:
         return answer is not None
 
     def send(self, buffers: list[bytes | memoryview]) -> None:
-        self._sent_bytes += sum(map(size_of, buffers))
+        self.sent_bytes += sum(map(size_of, buffers))
         for message in cut(buffers):
             send(self._socket, message)
 
@@ -153,21 +153,16 @@ class Dealer:
         """Return the events of the monitor as ``(event, value)``."""
         for event, value in monitor_events(self._monitor):
             if event == zmq.EVENT_CONNECTED:
-                self._descriptor = value
+                self.descriptor = value
                 continue
             if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED):
-                self._descriptor = None
+                self.descriptor = None
             yield event, value
-
-    @property
-    def in_transit(self) -> int:
-        """The sent bytes that have not arrived at the other end yet."""
-        return 0 if self._descriptor is None else in_transit(self._descriptor, self._sent_bytes)
 
     @property
     def is_silent(self) -> bool:
         """Whether no bytes, not even a heartbeat, have moved for too long."""
-        state = None if self._descriptor is None else flow_state(self._descriptor)
+        state = None if self.descriptor is None else flow_state(self.descriptor)
         if state is None:
             return False
         self.moved_bytes = state.moved_bytes
@@ -176,7 +171,7 @@ class Dealer:
     @property
     def is_answered(self) -> bool:
         """Whether any bytes from the other end have arrived."""
-        state = None if self._descriptor is None else flow_state(self._descriptor)
+        state = None if self.descriptor is None else flow_state(self.descriptor)
         return state is not None and state.received_bytes > 0
 
     def read(self, events: list[VanEvent], limit: int) -> bool | None:

@@ -20,13 +20,18 @@ import os
 import socket
 import struct
 import sys
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from pslite.van.base import InTransit
 
 # Offsets in struct tcp_info; Linux has the last two since version 4.1.
+_SEGMENT_BYTES_AT = 16
+_UNACKED_SEGMENTS_AT = 24
 _LAST_DATA_RECV_AT = 52
 _BYTES_ACKED_AT = 120
 _INFO_BYTES = 136
-_MILLISECONDS = struct.Struct("=I")
+_NUMBER = struct.Struct("=I")
 _COUNTERS = struct.Struct("=QQ")
 
 _SO_COOKIE = 57
@@ -47,6 +52,8 @@ class FlowState(NamedTuple):
     received_bytes: int
     acked_bytes: int
     """The sent bytes that have arrived at the other machine."""
+    network_bytes: int = 0
+    """About how many bytes have left this machine and have not arrived yet."""
 
     @property
     def moved_bytes(self) -> int:
@@ -81,18 +88,39 @@ def flow_state(descriptor: int) -> FlowState | None:
     info = _ask(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _INFO_BYTES:
         return None
-    (silent_ms,) = _MILLISECONDS.unpack_from(info, _LAST_DATA_RECV_AT)
+    segment_bytes, unacked, silent_ms = (
+        _NUMBER.unpack_from(info, at)[0]
+        for at in (_SEGMENT_BYTES_AT, _UNACKED_SEGMENTS_AT, _LAST_DATA_RECV_AT)
+    )
     acked, received = _COUNTERS.unpack_from(info, _BYTES_ACKED_AT)
-    return FlowState(silent_ms / 1000, received, acked)
+    return FlowState(silent_ms / 1000, received, acked, unacked * segment_bytes)
 
 
-def in_transit(descriptor: int, sent_bytes: int) -> int:
+class Flow(Protocol):
+    """A connection whose sent bytes are counted."""
+
+    sent_bytes: int
+
+    @property
+    def descriptor(self) -> int | None:
+        """The descriptor while the connection exists."""
+
+
+def in_transit(flows: Iterable[Flow]) -> InTransit:
     """Return how many sent bytes have not arrived yet; 0 if that is not counted.
 
-    The result is slightly too low, because libzmq's own bytes count as arrived too.
+    The result is slightly too low, because libzmq's own bytes count as arrived too. What they add
+    up to is forgotten whenever all bytes have arrived.
     """
-    state = flow_state(descriptor)
-    return 0 if state is None else max(0, sent_bytes - state.acked_bytes)
+    nbytes = queued = 0
+    for flow in flows:
+        state = None if flow.descriptor is None else flow_state(flow.descriptor)
+        if state is not None:
+            flow.sent_bytes = max(flow.sent_bytes, state.acked_bytes)
+            left = flow.sent_bytes - state.acked_bytes
+            nbytes += left
+            queued += max(0, left - state.network_bytes)
+    return InTransit(nbytes, queued)
 
 
 def flow_cookie(descriptor: int) -> bytes:

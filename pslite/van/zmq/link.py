@@ -17,9 +17,10 @@ import zmq
 
 from pslite.errors import ConfigError
 from pslite.security import WHAT_TO_COMPARE, Proofs
-from pslite.van.base import Connected, Denied, Disconnected, VanEvent, size_of
+from pslite.van.base import Connected, Denied, Disconnected, InTransit, VanEvent, size_of
 from pslite.van.zmq.addresses import Endpoint, HostResolver, connect_problem, refuses, without_key
 from pslite.van.zmq.dealer import Dealer, Further, LinkNeeds
+from pslite.van.zmq.flows import in_transit
 from pslite.van.zmq.listener import OVERDUE_S, SETTLE_S
 from pslite.van.zmq.sockets import ANOTHER_MECHANISM, REFUSED_KEY, WRONG_PROTOCOL
 
@@ -215,11 +216,12 @@ class Link:
         self._due_at = time.monotonic() + self._attempts.failed(lasted_s)
 
     @property
-    def in_transit(self) -> int:
+    def in_transit(self) -> InTransit:
         """The sent bytes that have not arrived, or that wait for the connection."""
         if not self.connected or self._dealer is None:
-            return sum(size_of(part) for buffers in self._backlog for part in buffers)
-        return sum(dealer.in_transit for dealer in [self._dealer, *self._further.dealers])
+            waiting = sum(size_of(part) for buffers in self._backlog for part in buffers)
+            return InTransit(waiting, waiting)
+        return in_transit([self._dealer, *self._further.dealers])
 
     @property
     def is_answered(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import zmq
 
 from pslite.errors import ConfigError, ProtocolError
-from pslite.van.base import Disconnected, Received, TurnedAway, VanEvent, size_of
+from pslite.van.base import Disconnected, InTransit, Received, TurnedAway, VanEvent, size_of
 from pslite.van.cutting import PIECE_BYTES, Reassembly, cut, is_piece
 from pslite.van.zmq.accepted import AcceptedConnections, over_their_share, split_routing_id
 from pslite.van.zmq.addresses import bind_problem, listening_endpoint, resolve, without_key
@@ -283,9 +283,9 @@ class Listener:
         self.connections.count_sent(routing_id, sum(map(size_of, buffers)))
         return all(send(self._router, [routing_id, *message]) for message in cut(buffers))
 
-    def in_transit(self, uid: str) -> int:
+    def in_transit(self, uid: str) -> InTransit:
         """Return the bytes sent to ``uid`` that have not arrived there yet."""
-        return sum(in_transit(*each) for each in self.connections.sent_by(uid))
+        return in_transit(self.connections.to(uid))
 
     def next_due(self) -> float:
         """Return when to call :meth:`run`."""

@@ -40,6 +40,7 @@ from pslite.van.base import (
     MAX_FRAMES,
     TOTAL_PER_FRAME,
     Buffer,
+    InTransit,
     PipeTicket,
     Van,
     VanEvent,
@@ -270,11 +271,11 @@ class ZmqVan(Van):
         link = self._links.get(peer)
         return "" if link is None else link.trouble
 
-    def in_transit(self, peer: str) -> int:
+    def in_transit(self, peer: str) -> InTransit:
         link = self._links.get(peer)
         if link is not None:
             return link.in_transit
-        return 0 if self._listener is None else self._listener.in_transit(peer)
+        return InTransit() if self._listener is None else self._listener.in_transit(peer)
 
     def is_refused(self, peer: str) -> bool:
         link = self._links.get(peer)

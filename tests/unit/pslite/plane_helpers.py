@@ -377,7 +377,7 @@ class Cluster:
     def _arrive(self) -> None:
         packet = self._in_flight.pop(self.random.randrange(len(self._in_flight)))
         channel = self._channels[packet.receiver, packet.sender]
-        channel.accepted(packet.low, packet.also, 0.0)
+        channel.accepted(packet.low, packet.also)
         if packet.message is None:
             return
         self._owing[packet.receiver, packet.sender] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from pslite.ids import Role, node_id
 from pslite.node.data import Traffic
 from pslite.plane import Send
 from pslite.protocol.membership import Membership
+from pslite.protocol.send_window import LOOK_S
 from pslite.wire.base import Message
 from pslite.wire.messages import Answer, PartsFailed, RoundWaits
 
@@ -32,8 +34,9 @@ class Office:
         self.log = SimpleNamespace(warn_seldom=lambda topic, text: self.warnings.append(text))
         self.membership = Membership(self.role)
         self.membership.uids = {FIRST.node: FIRST.uid, SECOND.node: SECOND.uid}
-        self.links: Any = SimpleNamespace(has_room=lambda uid: True)
+        self.links: Any = SimpleNamespace(has_room=lambda uid, now: True)
         self.sharing: Any = SimpleNamespace(reaches=lambda uid: False)
+        self.clock = lambda: 0.0
 
     def send(self, node: int, message: Message, frames: Sequence[Any] = ()) -> None:
         if any(len(frame) > LIMIT for frame in frames):
@@ -96,7 +99,7 @@ class Connections:
 
         office.send = send_and_fill  # type: ignore[method-assign]
 
-    def has_room(self, uid: str) -> bool:
+    def has_room(self, uid: str, now: float) -> bool:
         return self.room[uid] > 0
 
     def reaches(self, uid: str) -> bool:
@@ -128,10 +131,10 @@ def test_values_wait_for_room_and_the_highest_priority_goes_first(server: Any) -
     traffic.carry_out([value(part, priority=priority) for part, priority in order])
     assert (sent_parts(office), traffic.num_unsent) == ([1], 4)
     connections.room["W0"] = 2
-    traffic.send_queued(0.0)
+    assert traffic.send_queued(1.0) == 1.0 + LOOK_S
     assert sent_parts(office) == [3, 5]
     connections.room["W0"] = 9
-    traffic.send_queued(0.0)
+    assert traffic.send_queued(2.0) == math.inf
     assert (sent_parts(office), bool(traffic.unsent), traffic.everything_sent) == (
         [4, 2],
         False,

@@ -14,10 +14,13 @@ from pslite.ids import NodeInfo
 from pslite.memory.heap import Heap
 from pslite.memory.sharing import Sharing
 from pslite.node.links import MAX_STRANGERS, REPEATED, TELL_AFTER_S, TELL_BYTES, Delivery, Links
-from pslite.van.base import Buffer, Received, Van, VanEvent
+from pslite.protocol.send_window import FIRST_BYTES
+from pslite.van.base import Buffer, InTransit, Received, Van, VanEvent
 from pslite.wire.base import Message
 from pslite.wire.codec import VERSION, Envelope, decode, encode, pack_value
 from pslite.wire.messages import Accepted, Beat, Leave, Refused, Register, Request, StatusQuestion
+
+CREDIT_BYTES = 64 << 20
 
 
 class Wire(Van):
@@ -28,8 +31,8 @@ class Wire(Van):
         self.sent: list[tuple[str, list[bytes]]] = []
         self.on_the_way = 0
 
-    def in_transit(self, peer: str) -> int:
-        return self.on_the_way
+    def in_transit(self, peer: str) -> InTransit:
+        return InTransit(self.on_the_way, self.on_the_way)
 
     def send(self, peer: str, frames: Sequence[Buffer]) -> None:
         self.sent.append((peer, [bytes(frame) for frame in frames]))
@@ -65,6 +68,7 @@ class Node:
             job=job,
             incarnation=incarnation,
             resend_timeout_s=1.0,
+            credit_bytes=CREDIT_BYTES,
             trace=lambda way, peer, message, _: self.traced.append((way, peer, message)),
         )
 
@@ -141,6 +145,24 @@ def test_an_acceptance_frees_what_was_kept(pair: tuple[Node, Node]) -> None:
     assert under_way == (10_000, {"bob": (1, 10_000)})
     assert (alice.links.unaccepted_bytes("bob"), alice.links.unaccepted()) == (0, {})
     assert (alice.links.everything_accepted(), alice.links.flush(1, 0.0)) == (True, math.inf)
+
+
+def test_there_is_room_for_a_message_while_little_waits_and_credits_are_left(
+    pair: tuple[Node, Node],
+) -> None:
+    alice, bob = pair
+    room = [alice.links.has_room("bob", 0.0)]
+    alice.say(bob, REQUEST, bytes(CREDIT_BYTES - 1))
+    for alice.wire.on_the_way in (FIRST_BYTES - 1, FIRST_BYTES):
+        room.append(alice.links.has_room("bob", 0.0))
+    alice.wire.on_the_way = 0
+    alice.say(bob, REQUEST, LARGE)
+    room.append(alice.links.has_room("bob", 0.0))
+    pass_on(alice, bob)
+    bob.links.flush(1, 0.0, at_once=True)
+    pass_on(bob, alice)
+    room.append(alice.links.has_room("bob", 0.0))
+    assert room == [True, True, False, False, True]
 
 
 def test_an_answer_carries_the_acceptance_so_none_is_sent_beside_it(

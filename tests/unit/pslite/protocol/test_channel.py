@@ -68,8 +68,7 @@ def test_messages_are_numbered_from_one_and_kept_by_reference() -> None:
     channel = Channel(TIMEOUT_S)
     message, frame = Refused("ConfigError", "no"), bytearray(b"12345678")
     outgoing = channel.number(message, (frame,), 8, 7, 3.0)
-    assert outgoing.departure is not None
-    assert outgoing == Outgoing(1, 7, message, (frame,), 8, 3.0, departure=outgoing.departure)
+    assert outgoing == Outgoing(1, 7, message, (frame,), 8, 3.0)
     assert outgoing.frames[0] is frame
     assert number(channel).sequence == 2
 
@@ -80,12 +79,12 @@ def test_bytes_count_as_under_way_until_they_are_accepted() -> None:
         number(channel, nbytes=nbytes)
     under_way = [channel.unaccepted_bytes]
     frees = [
-        channel.accepted(1, (), 0.0),
-        channel.accepted(1, (3,), 0.0),
-        channel.accepted(1, (3, 9), 0.0),
+        channel.accepted(1, ()),
+        channel.accepted(1, (3,)),
+        channel.accepted(1, (3, 9)),
     ]
     under_way.append(channel.unaccepted_bytes)
-    frees.append(channel.accepted(2, (), 0.0))
+    frees.append(channel.accepted(2, ()))
     assert (under_way, frees) == ([70, 20], [True, True, False, True])
     assert (channel.unaccepted_bytes, channel.everything_accepted) == (0, True)
 
@@ -94,7 +93,7 @@ def test_what_is_accepted_is_not_sent_again() -> None:
     channel = Channel(TIMEOUT_S)
     for _ in range(4):
         number(channel)
-    channel.accepted(1, (3,), 0.0)
+    channel.accepted(1, (3,))
     assert repeated(channel, TIMEOUT_S) == [2, 4]
 
 
@@ -118,7 +117,7 @@ def test_a_channel_without_anything_under_way_has_nothing_due() -> None:
     before = channel.next_due
     number(channel, now=5.0)
     during = channel.next_due
-    channel.accepted(1, (), 0.0)
+    channel.accepted(1, ())
     assert (before, during, channel.next_due) == (math.inf, 6.0, math.inf)
     assert repeated(channel, 100.0) == []
 
@@ -127,7 +126,7 @@ def test_after_a_reconnection_everything_under_way_is_sent_at_once() -> None:
     channel = Channel(TIMEOUT_S)
     for _ in range(3):
         number(channel)
-    channel.accepted(1, (), 0.0)
+    channel.accepted(1, ())
     at_once = [outgoing.sequence for outgoing in channel.repeats(0.1, at_once=True)]
     assert (at_once, channel.next_due) == ([2, 3], 0.1 + 2 * TIMEOUT_S)
 
@@ -197,7 +196,7 @@ class Conversation:
     def arrive(self) -> None:
         packet = self.wire.pop(self.random.randrange(len(self.wire)))
         receiver = 1 - packet.sender
-        self.ends[receiver].accepted(packet.low, packet.also, 0.0)
+        self.ends[receiver].accepted(packet.low, packet.also)
         outgoing = packet.outgoing
         if outgoing is not None and self.ends[receiver].admit(outgoing.sequence):
             assert isinstance(outgoing.message, Refused)

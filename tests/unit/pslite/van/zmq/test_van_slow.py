@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from pslite.van.zmq.flows import (
     end_flow,
     flow_cookie,
     flow_state,
+    in_transit,
 )
 from pslite.van.zmq.link import Attempts
 from pslite.van.zmq.van import ZmqVan
@@ -341,10 +343,10 @@ def test_what_a_link_has_still_to_bring_is_known_at_both_ends(make: Make, slow: 
     client, server = make("client"), make("server")
     link = slow(server, 1e6)
     client.send("server", [bytes(1000)])
-    assert client.in_transit("server") == 0  # nobody of this name
+    assert client.in_transit("server") == (0, 0)  # nobody of this name
     client.connect("server", f"tcp://{HOST}:{link.port}")
     client.send("server", [bytes(1000)])
-    assert client.in_transit("server") == 1000  # waits for the connection
+    assert client.in_transit("server") == (1000, 1000)  # waits for the connection
     wait_for(client, Connected)
     poll_until(server, lambda seen: len(seen) == 2)
     link.is_broken = True
@@ -353,12 +355,30 @@ def test_what_a_link_has_still_to_bring_is_known_at_both_ends(make: Make, slow: 
         wait_until_known(van, peer)
     link.is_broken, link.bytes_per_s = False, 50e6
     receive_both((client, server))
-    assert client.in_transit("server") == server.in_transit("client") == 0
+    assert client.in_transit("server") == server.in_transit("client") == (0, 0)
 
 
 def wait_until_known(van: ZmqVan, peer: str) -> None:
     """libzmq's thread has given the kernel what it takes: far from all of it arrives."""
     give_up_at = time.monotonic() + 10
-    while not 1_000_000 < van.in_transit(peer) < 2_000_001:
+    while not 1_000_000 < van.in_transit(peer).queued < van.in_transit(peer).nbytes < 2_000_001:
         assert time.monotonic() < give_up_at, van.in_transit(peer)
         time.sleep(0.01)
+
+
+def test_what_libzmq_adds_does_not_count_once_all_has_arrived() -> None:
+    with (
+        socket.create_server((HOST, 0)) as server,
+        socket.create_connection(server.getsockname()) as sender,
+    ):
+        receiver, _ = server.accept()
+        with receiver:
+            flow = SimpleNamespace(descriptor=sender.fileno(), sent_bytes=0)
+            sender.sendall(bytes(100))
+            assert len(receiver.recv(100, socket.MSG_WAITALL)) == 100
+            assert in_transit([flow]) == (0, 0)
+            assert flow.sent_bytes == 101  # the kernel counts the start of the connection, too
+            flow.sent_bytes += 5000
+            assert in_transit([flow, flow]) == (10_000, 10_000)
+            flow.descriptor = None
+            assert in_transit([flow]) == (0, 0)
