@@ -217,7 +217,9 @@ class PartTable:
         copy: Flat | None = None
         try:
             stretches = self._stretches_of(job)
-            if job.wanted and stretches and _sends_copies(stretches[0].arena.store):
+            store = stretches[0].arena.store if job.wanted and stretches else None
+            # Values are copied when they are sent, but for encoded ones.
+            if store is not None and store.ranks is None and not store.compression.rules:
                 copy = self._allocate(sum(job.sizes))
         except BaseException as error:  # an optimizer may call sys.exit
             return [error] * len(job.parts)
@@ -390,8 +392,3 @@ def _can_be_summed(stretch: Stretch) -> bool:
     """Return whether a sum in the dtype of the contributions has all their bits."""
     dtype = stretch.arena.weight.dtype
     return stretch.parts[0].rule.chain is None and accumulation_dtype(dtype) == dtype
-
-
-def _sends_copies(store: StoreState) -> bool:
-    """Return whether values are copied when they are sent; encoded ones are not."""
-    return store.ranks is None and not store.compression.rules

@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,14 +97,13 @@ class Timers:
             timer.command(math.inf)
 
 
-# The id of this process. It is cached because every call of a store needs it and ``os.getpid`` is
-# a system call.
-_pid = os.getpid()
+_queues: weakref.WeakSet[IOQueue] = weakref.WeakSet()
+"""All queues of this process."""
 
 
 def _note_fork() -> None:
-    global _pid
-    _pid = os.getpid()
+    for queue in _queues:
+        queue.is_forked = True
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -115,7 +115,10 @@ class IOQueue:
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float]) -> None:
         self._wake = wake
         self._clock = clock
-        self._pid = _pid
+        self._pid = os.getpid()
+        #: Whether this is a forked child of the node's process. Every call of a store reads it.
+        self.is_forked = False
+        _queues.add(self)
         self._ended = False
         #: The I/O thread; None if the simulator drives the node.
         self.thread: threading.Thread | None = None
@@ -135,7 +138,7 @@ class IOQueue:
         Raises:
             UsageError: this is a forked child, which does not have an I/O thread.
         """
-        if _pid != self._pid:
+        if self.is_forked:
             self.check_process()
         self.commands.append(command)
         if self._ended:
@@ -175,16 +178,11 @@ class IOQueue:
 
     def check_process(self) -> None:
         """Raise ``UsageError`` in a forked child, which has no I/O thread."""
-        if _pid != self._pid:
+        if self.is_forked:
             raise UsageError(
                 f"this node belongs to process {self._pid}, and a forked child cannot use it; "
                 "create stores in the child, or do not fork"
             )
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this is a forked child of the node's process."""
-        return _pid != self._pid
 
     @property
     def is_io_thread(self) -> bool:

@@ -29,6 +29,8 @@ _SMALL_BYTES = 4096
 #: fewer bytes than this. Sending it alone would wake two threads at each end.
 TELL_AFTER_S = 0.005
 TELL_BYTES = 8 << 20
+#: Messages of which only the envelope counts.
+_SIGNS = (Accepted, Beat)
 #: The most channels to keep to unknown nodes (``know``).
 MAX_STRANGERS = 4096
 #: The reasons under which dropped messages are counted; peers cannot add others.
@@ -299,6 +301,8 @@ class Links:
                 self.dropped[REPEATED] += 1
                 return None
             entry.progress += 1
+        if type(envelope.message) in _SIGNS:
+            return None
         return Delivery(event.peer, envelope.sender, envelope.epoch, envelope.message, frames)
 
     def _drop_from_lost(self, peer: str) -> None:
@@ -365,9 +369,9 @@ class Links:
     # -- time --------------------------------------------------------------------------
 
     def flush(self, epoch: int, now: float, *, at_once: bool = False) -> float:
-        """Send the acceptances that are due in messages of their own.
+        """Send what is due: acceptances in messages of their own, and messages again.
 
-        Returns when to call this again, or ``resend``.
+        The latter should have been accepted by now. Returns when to call this again.
 
         Every message carries acceptances, and often an answer follows soon. So an acceptance waits
         for that answer, but only for a short time and a few bytes, because it frees the sender's
@@ -381,21 +385,17 @@ class Links:
             if due_at == 0.0:
                 due_at = self._tell_at[peer] = now + TELL_AFTER_S
             soonest = min(soonest, due_at)
-        for entry in self._peers.values():
+        for peer, entry in self._peers.items():
             if entry.channel.next_due < soonest:
-                soonest = entry.channel.next_due
+                if now >= entry.channel.next_due:
+                    self._repeat(peer, entry, now, at_once=False)
+                soonest = min(soonest, entry.channel.next_due)
         return soonest
 
     def tell_at_once(self, peer: str) -> None:
         """Let the next flush send an acceptance that is due: the peer wants its memory."""
         if peer in self._tell_at:
             self._peers[peer].untold_bytes = self._tell_bytes
-
-    def resend(self, now: float) -> None:
-        """Send messages again that should have been accepted by now."""
-        for peer, entry in self._peers.items():
-            if now >= entry.channel.next_due:
-                self._repeat(peer, entry, now, at_once=False)
 
     def reconnected(self, peer: str, now: float) -> None:
         """Send messages in flight again: the connection is back, and they may be lost."""

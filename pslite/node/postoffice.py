@@ -42,7 +42,7 @@ from pslite.plane import Transfer
 from pslite.protocol.membership import Membership
 from pslite.van.base import Received, Van
 from pslite.wire.base import Message
-from pslite.wire.messages import Accepted, Beat, LongWait, Request, Response
+from pslite.wire.messages import LongWait, Request, Response
 
 #: How long ``wait_until_accepted`` waits. Acceptance does not depend on rounds, only on transfers.
 _ACCEPTANCE_S = 5.0
@@ -215,7 +215,8 @@ class Postoffice:
         neighbours in memory, as far as possible. Peers on this machine read the memory directly, so
         it must not change until they are done with it: see ``pslite/memory``.
         """
-        self.io_queue.check_process()  # a child would use the memory of its parent
+        if self.io_queue.is_forked:  # it would use the memory of its parent
+            self.io_queue.check_process()
         return self.heap.buffer(nbytes, lasting=lasting)
 
     def shared_rows(self, pieces: Sequence[Bytes]) -> list[Bytes] | None:
@@ -339,8 +340,8 @@ class Postoffice:
 
     def step(self, timeout_s: float | None) -> bool:
         """Wait for work, at most ``timeout_s``, and do it; return whether there was any."""
-        queue, due = self.io_queue, self.io_queue.due
-        wait_s = 0.0 if queue.commands else max(0.0, due - self.clock())
+        queue, timers_due = self.io_queue, self.io_queue.timers.due
+        wait_s = 0.0 if queue.commands else max(0.0, queue.due - self.clock())
         events = self.van.poll(wait_s if timeout_s is None else min(timeout_s, wait_s))
         now = self.clock()
         worked = bool(events)
@@ -355,8 +356,7 @@ class Postoffice:
         if queue.commands:
             queue.run()
             worked = True
-        if now >= due:  # a timer that this step sets to ``now`` runs in the next one
-            self.links.resend(now)
+        if now >= timers_due:  # a timer that this step sets to ``now`` runs in the next one
             queue.timers.run(now)
             queue.run()
         send_at = math.inf
@@ -397,8 +397,6 @@ class Postoffice:
         message, peer, frames = delivery.message, delivery.peer, delivery.frames
         kind, node = type(message), self.membership.node_ids.get(peer)
         try:
-            if kind is Accepted or kind is Beat:
-                return
             if kind not in FROM_MEMBERS:
                 self.control.handle(delivery, now)
             elif isinstance(message, NEARBY) and (node or self.nearby.is_paired(peer)):

@@ -5,7 +5,6 @@ Whatever it is: whoever waits is told, and nobody else is disturbed.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -143,7 +142,7 @@ def test_a_forked_child_is_refused_at_once_whatever_waits_in_the_parent() -> Non
                 refused += 1
 
         node = kv.node
-        pid, node.io_queue._pid = node.io_queue._pid, os.getpid() + 1  # as a child sees it
+        node.io_queue.is_forked = True  # as a child sees it
         try:
             for call in (
                 lambda: kv.push("w", ones()),
@@ -153,7 +152,7 @@ def test_a_forked_child_is_refused_at_once_whatever_waits_in_the_parent() -> Non
             ):
                 in_time(lambda call=call: use(call))
         finally:
-            node.io_queue._pid = pid
+            node.io_queue.is_forked = False
             held.set()
         assert refused == 4
         assert kv.pull("w").tolist() == [1, 1, 1, 1]

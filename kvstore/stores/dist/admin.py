@@ -464,6 +464,9 @@ class DistControl(KVStore):
     def _check(self) -> None:
         if self._is_closed:
             raise ClosedError(f"this {self._name} store is closed; call kvstore.create again")
+        queue = self._node.io_queue
+        if queue.is_forked:
+            queue.check_process()
         error = self._late_error  # read once: another thread may raise it meanwhile
         if error is not None:
             self._tell(error)

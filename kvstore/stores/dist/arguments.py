@@ -114,10 +114,11 @@ def checked_values(
         is_list = type(key) in _LISTS
         arrays = values if is_list else (values,)
         if type(arrays) in _LISTS:
+            if keys.fit(arrays, are_written=are_written):
+                return Checked(keys, _NO_GROUPS, arrays, None)
             inside = wrapped(arrays)
-            plain = arrays if inside is None else inside
-            if keys.fit(plain, are_written=are_written):
-                return Checked(keys, _NO_GROUPS, plain, None if inside is None else arrays)
+            if inside is not None and keys.fit(inside, are_written=are_written):
+                return Checked(keys, _NO_GROUPS, inside, arrays)
     table = buckets.table
     check = table.check_out if are_written else table.check_push
     return _grouped(buckets, check(key, values))

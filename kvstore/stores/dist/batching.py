@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from kvstore.arrays.keys import Key
@@ -36,21 +37,6 @@ Shape = tuple[tuple[Key, ...], bool, bool, int]
 def shape_of(call: Operation) -> Shape:
     """Return a call's shape, which changes if a pull joins the call (``pull_last``)."""
     return call.keys.keys, bool(call.sources), bool(call.targets), call.priority
-
-
-def note_arrived(calls: Iterable[Operation]) -> None:
-    """Record that a message with these calls' data is done. Runs on the I/O thread."""
-    whole = []
-    for call in calls:
-        call.left -= 1
-        if call.left:
-            continue
-        if call.error_so_far is not None:
-            call.fail(call.error_so_far)
-        else:
-            call.let_go()
-            whole.append(call)
-    complete_all(whole)
 
 
 class CallBatch:
@@ -291,33 +277,39 @@ def transfers_of(
         for number in load.each:
             calls[number].left += 1
         transfer = transfer_of(group, frames, targets, _unused, load.priority)
-        transfer.done = _telling(transfer, load, calls)
+        transfer.done = partial(_note_end, transfer, load, calls)
         transfers.append(transfer)
     return transfers
 
 
-def _telling(
-    transfer: Transfer, load: Load, calls: Sequence[Operation]
-) -> Callable[[BaseException | None], None]:
-    """Return the function that a transfer calls when it is done.
+def _note_end(
+    transfer: Transfer, load: Load, calls: Sequence[Operation], error: BaseException | None
+) -> None:
+    """Record the end of a transfer; the calls for which it was the last one are done.
 
     If a part fails, only the calls for its key get the error.
     """
     mine = [calls[number] for number in load.each]
-
-    def done(error: BaseException | None) -> None:
-        if transfer.failed:
-            for part, reason in transfer.failed.items():
-                for number in load.calls[part]:
-                    call = calls[number]
-                    call.error_so_far = call.error_so_far or reason
-        elif error is not None:
-            for call in mine:
-                call.error_so_far = call.error_so_far or error
-        note_arrived(mine)
-
-    return done
+    if transfer.failed:
+        for part, reason in transfer.failed.items():
+            for number in load.calls[part]:
+                call = calls[number]
+                call.error_so_far = call.error_so_far or reason
+    elif error is not None:
+        for call in mine:
+            call.error_so_far = call.error_so_far or error
+    whole = []
+    for call in mine:
+        call.left -= 1
+        if call.left:
+            continue
+        if call.error_so_far is not None:
+            call.fail(call.error_so_far)
+        else:
+            call.let_go()
+            whole.append(call)
+    complete_all(whole)
 
 
 def _unused(error: BaseException | None) -> None:
-    """Do nothing: a transfer has this callback until ``_telling`` makes the real one."""
+    """Do nothing, until ``transfers_of`` sets the real callback."""

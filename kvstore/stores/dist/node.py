@@ -79,7 +79,8 @@ class Waiter:
         Callers check this before a call has any effect.
         """
         queue = self._node.io_queue
-        queue.check_process()
+        if queue.is_forked:
+            queue.check_process()
         if threading.current_thread() is queue.thread:
             raise UsageError(
                 "a callback runs on the I/O thread and must not wait; use calls that return "

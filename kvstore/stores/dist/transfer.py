@@ -192,7 +192,6 @@ class DenseExchange:
         ``nbytes`` is its size, by default the size of the keys' whole values. Raises ``UsageError``
         while the encoding changes.
         """
-        self._node.io_queue.check_process()
         transfers = operation.transfers
         with self._lock:
             self.check(operation.keys)
@@ -238,7 +237,6 @@ class DenseExchange:
         """
         if sources is not None and (keys.is_coded or keys.nbytes > self.message_bytes):
             return self.begin(keys, sources, targets, priority, copy=copy)
-        self._node.io_queue.check_process()
         if not keys.keys:
             call = Operation(keys)
             call.set_result(None)
@@ -277,7 +275,6 @@ class DenseExchange:
 
         It must be the only call of the batch: an interrupt may end it (``Operation.abandon``).
         """
-        self._node.io_queue.check_process()
         with self._lock:
             self.check(keys)
             batch = self._batch
@@ -330,7 +327,7 @@ class DenseExchange:
         """Return memory for copies of values that are sent from there."""
         if nbytes < LEAST_SHARED_BYTES:
             return np.empty(nbytes, np.uint8)
-        return self._node.buffer(nbytes)
+        return self._node.heap.buffer(nbytes)
 
     def _take(self, batch: CallBatch) -> None:
         """Send a batch, unless it was sent already. Runs on the I/O thread."""

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from pslite.errors import UsageError
-from pslite.node.io_queue import IOQueue, Timers
+from pslite.node.io_queue import IOQueue, Timers, _note_fork
 
 
 def test_what_is_due_runs_once_in_the_order_of_time_and_of_asking() -> None:
@@ -141,10 +141,10 @@ def test_at_the_end_everything_is_run_and_what_comes_afterwards_at_once() -> Non
     assert node.ran[3:] == ["a late command", "a late timer"]
 
 
-def test_a_forked_child_is_refused_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_is_refused_and_nothing_is_kept() -> None:
     node = Node()
     assert not node.io_queue.is_forked
-    monkeypatch.setattr("pslite.node.io_queue._pid", -1)
+    _note_fork()
     assert node.io_queue.is_forked
     for ask in (
         node.io_queue.check_process,

@@ -128,9 +128,9 @@ def test_what_is_not_accepted_in_time_is_sent_again(pair: tuple[Node, Node]) -> 
     alice.say(bob, REQUEST, b"payload")
     (lost,) = alice.transmissions()
     due = alice.links.flush(1, 0.0)
-    alice.links.resend(0.9)
+    alice.links.flush(1, 0.9)
     too_early = alice.transmissions()
-    alice.links.resend(1.0)
+    alice.links.flush(1, 1.0)
     assert (due, too_early, pass_on(alice, bob)) == (1.0, [], [REQUEST])
     assert lost[1:] == [b"payload"]
 
@@ -204,12 +204,14 @@ def test_an_acceptance_of_much_is_told_at_once(pair: tuple[Node, Node]) -> None:
     assert bob.transmissions() == []
 
 
-def test_signs_of_life_are_not_numbered_and_not_accepted(pair: tuple[Node, Node]) -> None:
+def test_signs_of_life_are_neither_numbered_nor_accepted_nor_delivered(
+    pair: tuple[Node, Node],
+) -> None:
     alice, bob = pair
     alice.say(bob, Beat())
     delivered = pass_on(alice, bob)
     bob.links.flush(1, 0.0, at_once=True)
-    assert (delivered, bob.transmissions(), alice.links.flush(1, 0.0)) == ([Beat()], [], math.inf)
+    assert (delivered, bob.transmissions(), alice.links.flush(1, 0.0)) == ([], [], math.inf)
 
 
 def test_a_reconnection_sends_everything_under_way_at_once(pair: tuple[Node, Node]) -> None:
@@ -237,7 +239,7 @@ def test_payloads_of_wider_elements_count_in_bytes(pair: tuple[Node, Node]) -> N
 def test_bytes_are_counted_as_often_as_they_travel_headers_too(pair: tuple[Node, Node]) -> None:
     alice, bob = pair
     alice.say(bob, REQUEST, LARGE)
-    alice.links.resend(9.0)
+    alice.links.flush(1, 9.0)
     transmissions = alice.transmissions()
     travelled = sum(len(frame) for frames in transmissions for frame in frames)
     assert len(transmissions) == 2
@@ -390,7 +392,7 @@ def test_a_node_that_was_declared_lost_is_neither_heard_nor_written_to(
     pass_on(bob, alice)
     alice.links.shut("bob")
     alice.say(bob, REQUEST)
-    alice.links.resend(100.0)
+    alice.links.flush(1, 100.0)
     bob.hear(alice, frames)
     bob.say(alice, Leave())
     alice.links.flush(1, 100.0, at_once=True)
@@ -412,7 +414,7 @@ def test_to_a_node_that_said_goodbye_nothing_is_sent_again_but_it_may_still_repe
     alice.links.release("carol")
     alice.links.flush(1, 0.0, at_once=True)
     lost_acceptance = alice.messages()
-    alice.links.resend(100.0)
+    alice.links.flush(1, 100.0)
     alice.say(bob, REQUEST)
     assert (lost_acceptance, alice.transmissions()) == ([Accepted()], [])
     assert alice.links.everything_accepted()
@@ -482,7 +484,7 @@ def test_what_is_objected_to_is_neither_delivered_nor_accepted_and_may_come_agai
     assert (dict(bob.links.dropped), bob.links._peers) == ({"too early": 1}, {})
     bob.links.flush(1, 0.0, at_once=True)
     assert bob.transmissions() == []
-    alice.links.resend(10.0)
+    alice.links.flush(1, 10.0)
     assert pass_on(alice, bob) == [REQUEST]
 
 
@@ -523,13 +525,13 @@ def test_a_message_is_sent_again_when_it_has_left_and_not_while_a_slow_link_carr
     for _ in range(2):
         node.links.send("b", Request(1, 0, 1, 0, b""), (payload,), 0, 0.0)
     node.wire.on_the_way = sum(map(len, node.wire.sent[1][1]))
-    node.links.resend(1.0)
+    node.links.flush(1, 1.0)
     assert len(node.wire.sent) == 3  # the first one has left
     node.wire.on_the_way = 20_200
-    node.links.resend(2.0)
+    node.links.flush(1, 2.0)
     assert len(node.wire.sent) == 3
     node.wire.on_the_way = 0
-    node.links.resend(4.0)
+    node.links.flush(1, 4.0)
     assert len(node.wire.sent) == 5
 
 
@@ -599,7 +601,7 @@ def test_nothing_of_the_earlier_channel_is_sent_again(pair: tuple[Node, Node]) -
     assert (alice.links.unaccepted_bytes("bob"), bob.links.unaccepted_bytes("alice")) == (0, 0)
     for node in pair:
         node.transmissions()
-        node.links.resend(100.0)
+        node.links.flush(1, 100.0)
     assert alice.messages() == [REGISTER]
     assert bob.messages() == []
 
@@ -643,7 +645,7 @@ def test_no_other_message_begins_a_new_channel(pair: tuple[Node, Node]) -> None:
     assert pass_on(alice, bob) == []
     alice.say(bob, REGISTER)
     assert pass_on(alice, bob) == [REGISTER]
-    alice.links.resend(100.0)
+    alice.links.flush(1, 100.0)
     assert pass_on(alice, bob) == [REQUEST]  # of the new channel, which is there now
 
 

@@ -53,7 +53,7 @@ def hear(links: Links, peer: str, message: Message, sequence: int = 1) -> bool:
 
 def test_whatever_a_turned_out_process_says_is_answered_with_the_refusal() -> None:
     wire, links = make_links()
-    assert hear(links, "W1", Beat())
+    assert hear(links, "W1", Request(APP, 0, 1, 1, b""))
     links.turn_out("W1", REFUSAL)
     assert wire.sent == []
     for sequence, message in ((0, Beat()), (1, Request(APP, 0, 1, 1, b"")), (1, Beat())):
@@ -87,7 +87,7 @@ def test_nothing_is_sent_again_to_a_process_that_is_turned_out() -> None:
     links.send("W1", Request(APP, 0, 1, 1, b""), (), 1, 0.0)
     links.turn_out("W1", REFUSAL)
     links.send("W1", Beat(), (), 1, 0.0)
-    links.resend(100.0)
+    links.flush(1, 100.0)
     assert len(wire.sent) == 1
     assert links.everything_accepted(["W1"])
 
@@ -95,7 +95,7 @@ def test_nothing_is_sent_again_to_a_process_that_is_turned_out() -> None:
 def test_another_process_is_heard_after_the_one_before_was_turned_out() -> None:
     wire, links = make_links()
     links.turn_out("W1", REFUSAL)
-    assert hear(links, "W2", Beat())
+    assert hear(links, "W2", Request(APP, 0, 1, 1, b""))
     assert wire.sent == []
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.arrays.keys import KeySpec
-from kvstore.stores.dist.batching import CallBatch, Shape, mixes_of, note_arrived, shape_of
+from kvstore.stores.dist.batching import CallBatch, Shape, mixes_of, shape_of
 from kvstore.stores.dist.in_flight import Operation
 from kvstore.stores.dist.plan import Bucket, Bytes
 
@@ -54,17 +54,6 @@ def test_keys_of_a_kind_go_out_by_priority_and_equal_ones_in_their_order() -> No
     )
     assert [mix.keys for mix in mixes] == [("d",), ("b", "a", "c")]
     assert [mix.priorities for mix in mixes] == [(7,), (0, -1, -1)]
-
-
-def test_a_call_is_done_when_all_its_messages_are() -> None:
-    one, other = call("a", "b", push=True), call("c", push=True)
-    one.left, other.left = 2, 1
-    note_arrived([one, other])
-    assert (one.done(), other.done()) == (False, True)
-    one.error_so_far = ValueError("lost")
-    note_arrived([one])
-    assert isinstance(one.error(), ValueError)
-    assert other.error() is None
 
 
 def test_pushes_and_pulls_fill_a_batch_each_by_themselves() -> None:

@@ -23,16 +23,16 @@ class Node:
         self.lines: list[str] = []
         self.reported = threading.Event()
         thread = threading.current_thread() if is_io_thread else None
-        self.io_queue = SimpleNamespace(thread=thread, check_process=self._check_process)
-        self._is_forked = is_forked
+        self.io_queue = SimpleNamespace(
+            thread=thread, is_forked=is_forked, check_process=self._check_process
+        )
         self.config = SimpleNamespace(stall_report_s=0.01, report_after_s=0.01, stall_timeout_s=0.0)
         self.long_waits = 0
         self.reporter = SimpleNamespace(progress=None)
         self.log = SimpleNamespace(warn=self._warn)
 
     def _check_process(self) -> None:
-        if self._is_forked:
-            raise UsageError("a forked child cannot use it")
+        raise UsageError("a forked child cannot use it")
 
     def report_long_wait(self) -> None:
         self.long_waits += 1

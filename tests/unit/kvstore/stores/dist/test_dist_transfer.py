@@ -40,9 +40,6 @@ class IOQueue:
     def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
         self.commands.append(command)
 
-    def check_process(self) -> None:
-        pass
-
 
 class Node:
     """What an exchange asks of its node."""
