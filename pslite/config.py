@@ -233,7 +233,7 @@ class Config:
     credit_bytes: int = _setting(
         "PS_CREDIT_BYTES",
         64 * MIB,
-        "most bytes in flight to one server (sent, not yet accepted); fewer on a slow connection",
+        "most bytes in flight to one server: sent, and not yet accepted",
         most=2**62,
     )
     connections: int = _setting(

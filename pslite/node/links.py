@@ -203,7 +203,11 @@ class Links:
             return False
         if self._sharing.reaches(peer):
             return True
-        return entry.window.has_room(self._van.in_transit(peer).queued, entry.sent_bytes, now)
+        queued, unaccepted = self._van.in_transit(peer).queued, entry.channel.unaccepted_bytes
+        if queued is None:
+            return unaccepted < entry.window.nbytes
+        # What is accepted does not wait, whatever the counters say.
+        return entry.window.has_room(min(queued, unaccepted), entry.sent_bytes, now)
 
     def byte_counts(self) -> dict[str, tuple[int, int]]:
         """Return the bytes (sent to, received from) each peer. From any thread.
@@ -369,9 +373,10 @@ class Links:
     # -- time --------------------------------------------------------------------------
 
     def flush(self, epoch: int, now: float, *, at_once: bool = False) -> float:
-        """Send what is due: acceptances in messages of their own, and messages again.
+        """Send what is due: acceptances in messages of their own, and messages once more.
 
-        The latter should have been accepted by now. Returns when to call this again.
+        The latter should have been accepted by now. With ``at_once`` send all acceptances, and
+        nothing else. Returns when to call this again.
 
         Every message carries acceptances, and often an answer follows soon. So an acceptance waits
         for that answer, but only for a short time and a few bytes, because it frees the sender's
@@ -387,7 +392,7 @@ class Links:
             soonest = min(soonest, due_at)
         for peer, entry in self._peers.items():
             if entry.channel.next_due < soonest:
-                if now >= entry.channel.next_due:
+                if now >= entry.channel.next_due and not at_once:
                     self._repeat(peer, entry, now, at_once=False)
                 soonest = min(soonest, entry.channel.next_due)
         return soonest

@@ -122,8 +122,9 @@ class InTransit(NamedTuple):
     """Sent bytes that have not arrived."""
 
     nbytes: int = 0
-    queued: int = 0
-    """Those of them that have not left this machine."""
+    queued: int | None = 0
+    """Those of them that have not left this machine; 0 if one of several connections has none.
+    None while there is no connection."""
 
 
 class Van(abc.ABC):
@@ -186,7 +187,8 @@ class Van(abc.ABC):
     def in_transit(self, peer: str) -> InTransit:
         """Return how many of the bytes sent to ``peer`` have not arrived yet.
 
-        This is an estimate; the bytes are always the last that were sent. 0 if a van does not know.
+        This is an estimate; the bytes are always the last that were sent. A van that does not know
+        says 0.
         """
         return InTransit()
 

@@ -13,7 +13,6 @@ from kvstore.stores.dist.store import create_dist
 from pslite import Postoffice
 from pslite.protocol.send_window import LOOK_S
 from pslite.testing.simulator import Simulation
-from pslite.van.base import InTransit
 
 FULL_S = 0.41
 """Timers would end a wait, too, but not within 0.05 s."""
@@ -31,11 +30,10 @@ def test_a_full_connection_is_looked_at_again(sender: str) -> None:
         full = node if sender == "worker" else simulation.servers[0]
         began = simulation.now
 
-        def in_transit(peer: str) -> InTransit:
-            nbytes = 1 << 30 if simulation.now < began + FULL_S else 0
-            return InTransit(nbytes, nbytes)
+        def has_room(peer: str, now: float) -> bool:
+            return now >= began + FULL_S
 
-        full.van.in_transit = in_transit  # type: ignore[method-assign]
+        full.links.has_room = has_room  # type: ignore[method-assign]
         out = np.zeros(1000)
         yield store.pushpull_async("w", np.ones(1000), out)
         took_s.append(simulation.now - began)

@@ -220,8 +220,9 @@ class Link:
         """The sent bytes that have not arrived, or that wait for the connection."""
         if not self.connected or self._dealer is None:
             waiting = sum(size_of(part) for buffers in self._backlog for part in buffers)
-            return InTransit(waiting, waiting)
-        return in_transit([self._dealer, *self._further.dealers])
+            return InTransit(waiting, None)
+        found = in_transit([self._dealer, *self._further.dealers])
+        return found if self._ended_at is None else found._replace(queued=None)
 
     @property
     def is_answered(self) -> bool:

@@ -30,9 +30,10 @@ class Wire(Van):
         self.uid = uid
         self.sent: list[tuple[str, list[bytes]]] = []
         self.on_the_way = 0
+        self.is_connected = True
 
     def in_transit(self, peer: str) -> InTransit:
-        return InTransit(self.on_the_way, self.on_the_way)
+        return InTransit(self.on_the_way, self.on_the_way if self.is_connected else None)
 
     def send(self, peer: str, frames: Sequence[Buffer]) -> None:
         self.sent.append((peer, [bytes(frame) for frame in frames]))
@@ -161,8 +162,27 @@ def test_there_is_room_for_a_message_while_little_waits_and_credits_are_left(
     pass_on(alice, bob)
     bob.links.flush(1, 0.0, at_once=True)
     pass_on(bob, alice)
+    alice.wire.on_the_way = CREDIT_BYTES  # a wrong number: all is accepted
     room.append(alice.links.has_room("bob", 0.0))
     assert room == [True, True, False, False, True]
+
+
+def test_without_a_connection_what_is_not_accepted_waits(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.wire.is_connected = False
+    alice.say(bob, REQUEST, bytes(FIRST_BYTES - 1))
+    room = [alice.links.has_room("bob", 0.0)]
+    alice.say(bob, REQUEST, LARGE)
+    room.append(alice.links.has_room("bob", 0.0))
+    assert room == [True, False]
+
+
+def test_at_the_end_only_acceptances_are_sent(pair: tuple[Node, Node]) -> None:
+    alice, bob = pair
+    alice.say(bob, REQUEST)
+    alice.transmissions()
+    alice.links.flush(1, 100.0, at_once=True)
+    assert alice.transmissions() == []
 
 
 def test_an_answer_carries_the_acceptance_so_none_is_sent_beside_it(
