@@ -218,7 +218,7 @@ class PartTable:
         try:
             stretches = self._stretches_of(job)
             store = stretches[0].arena.store if job.wanted and stretches else None
-            # Values are copied when they are sent, but for encoded ones.
+            # Encoded values are sent without such a copy.
             if store is not None and store.ranks is None and not store.compression.rules:
                 copy = self._allocate(sum(job.sizes))
         except BaseException as error:  # an optimizer may call sys.exit

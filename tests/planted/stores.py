@@ -120,8 +120,8 @@ BUGS = [
     Bug(
         "a message that arrives hides the error of the one before",
         "kvstore/stores/dist/in_flight.py",
-        "self.error_so_far = self.error_so_far or error\n        self.left -= 1",
-        "self.error_so_far = error\n        self.left -= 1",
+        "self.error_so_far = self.error_so_far or error\n        if self.end_transfer():",
+        "self.error_so_far = error\n        if self.end_transfer():",
         "tests/unit/kvstore/stores/dist/test_in_flight.py",
     ),
     Bug(

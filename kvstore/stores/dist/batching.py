@@ -298,17 +298,7 @@ def _note_end(
     elif error is not None:
         for call in mine:
             call.error_so_far = call.error_so_far or error
-    whole = []
-    for call in mine:
-        call.left -= 1
-        if call.left:
-            continue
-        if call.error_so_far is not None:
-            call.fail(call.error_so_far)
-        else:
-            call.let_go()
-            whole.append(call)
-    complete_all(whole)
+    complete_all([call for call in mine if call.end_transfer()])
 
 
 def _unused(error: BaseException | None) -> None:

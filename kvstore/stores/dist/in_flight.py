@@ -230,14 +230,22 @@ class Operation(Future[None]):
     def part_done(self, error: BaseException | None) -> None:
         """Record the end of one transfer. Only on the I/O thread, so without a lock."""
         self.error_so_far = self.error_so_far or error
+        if self.end_transfer():
+            self.set_result(None)
+
+    def end_transfer(self) -> bool:
+        """Count the end of one transfer; return whether it was the last and all went well.
+
+        Then the caller sets the result. After an error, the last transfer ends the call here.
+        """
         self.left -= 1
         if self.left:
-            return
+            return False
         if self.error_so_far is not None:
             self.fail(self.error_so_far)
-        else:
-            self.let_go()
-            self.set_result(None)
+            return False
+        self.let_go()
+        return True
 
     def fail(self, error: BaseException) -> None:
         """End the call with an error: its transfers are done, or will not be sent."""

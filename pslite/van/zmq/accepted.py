@@ -187,7 +187,7 @@ class AcceptedConnections:
         if connection is not None:
             connection.sent_bytes += nbytes
 
-    def to(self, uid: str) -> list[_Connection]:
+    def connections_of(self, uid: str) -> list[_Connection]:
         """Return each open connection of ``uid``."""
         first = self._current.get(uid)
         found = [] if first is None else [first, *first.further]

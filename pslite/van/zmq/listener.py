@@ -285,7 +285,7 @@ class Listener:
 
     def in_transit(self, uid: str) -> InTransit:
         """Return the bytes sent to ``uid`` that have not arrived there yet."""
-        return in_transit(self.connections.to(uid))
+        return in_transit(self.connections.connections_of(uid))
 
     def next_due(self) -> float:
         """Return when to call :meth:`run`."""
